@@ -1,0 +1,26 @@
+# Two commands: `make demo` and `make test`. Each sets up its own virtual environment first; Python and make are enough.
+PYTHON ?= python3
+VENV ?= .venv
+RUN := $(VENV)/bin/python -m
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.installed
+	$(RUN) warpnorm demo
+
+test: lint
+	$(RUN) pytest tests/cpu tests/compiled tests/gpu -n 2
+	TRITON_INTERPRET=1 $(RUN) pytest tests/interpreter -n 2
+
+lint: $(VENV)/.installed
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache

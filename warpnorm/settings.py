@@ -1,0 +1,58 @@
+"""The only reader of the environment. Read at first use, never at import; can be overridden in a block."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+ROUTES = ("auto", "kernels", "reference")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`route`: auto (kernels on a GPU, PyTorch's operators elsewhere), or one of the two forced.
+    `cache_dir`: where generated source files live."""
+
+    route: str
+    cache_dir: Path
+
+
+_current: Settings | None = None
+
+
+def current() -> Settings:
+    global _current
+    if _current is None:
+        _current = _read()
+    return _current
+
+
+def _read() -> Settings:
+    route = os.environ.get("WARPNORM_ROUTE", "auto")
+    if route not in ROUTES:
+        raise ValueError(f"WARPNORM_ROUTE is {route!r}, but must be one of {', '.join(ROUTES)}")
+    root = os.environ.get("WARPNORM_CACHE_DIR")
+    if root is None:
+        root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "warpnorm")
+    return Settings(route=route, cache_dir=Path(root))
+
+
+def is_interpreting() -> bool:
+    """Whether Triton was told to run kernels in its interpreter (tests only)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+@contextmanager
+def override(**changes: Any) -> Iterator[Settings]:
+    """Other settings inside a `with` block, for the whole process."""
+    global _current
+    before = current()
+    if changes.get("route", "auto") not in ROUTES:
+        raise ValueError(f"route is {changes['route']!r}, but must be one of {', '.join(ROUTES)}")
+    _current = replace(before, **changes)
+    try:
+        yield _current
+    finally:
+        _current = before

@@ -1,0 +1,26 @@
+"""The partial rows that persistent programs leave behind, summed in a fixed order and rounded once. One launch serves
+every gradient that is a sum over rows."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def column_sum_kernel(
+    partials, sums, heights, widths, COUNT: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+):  # fmt: skip
+    for i in tl.static_range(COUNT):
+        if tl.program_id(1) == i:
+            height = heights[i]
+            width = widths[i]
+            col_offsets = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+            col_mask = col_offsets < width
+            total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
+            for start in tl.range(0, height, BLOCK_ROWS):
+                row_offsets = start + tl.arange(0, BLOCK_ROWS)
+                mask = (row_offsets < height)[:, None] & col_mask[None, :]
+                total += tl.load(
+                    partials[i] + row_offsets[:, None] * width + col_offsets[None, :], mask=mask, other=0.0
+                )
+            tl.store(sums[i] + col_offsets, tl.sum(total, 0).to(sums[i].dtype.element_ty), mask=col_mask)

@@ -1,0 +1,109 @@
+"""The statistic of a row, on registers or along a walk, and its gradient. Never E[x^2] - E[x]^2: the variance is the
+mean square of deviations from the mean, and walks merge (count, mean, M2) by Chan's formula.
+Statistics are tuples with one number a row: (mean, rstd) if IS_CENTERED, else (rstd,). See docs/derivations.md."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def reciprocal_sqrt(value):
+    # tl.sqrt and tl.rsqrt are approximate and flush subnormals in float32; one exact division a row costs nothing
+    if value.dtype == tl.float64:
+        return 1.0 / tl.sqrt(value)
+    return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), tl.sqrt_rn(value))
+
+
+@triton.jit
+def mean_of(total, count):
+    if total.dtype == tl.float64:
+        return total / count
+    return tl.div_rn(total, tl.zeros_like(total) + count)
+
+
+@triton.jit
+def row_statistics(c, mask, cols, eps, IS_CENTERED: tl.constexpr):
+    """Of whole rows held in registers, in two steps: c is (rows, cols)."""
+    c = tl.where(mask, c, 0.0)
+    if IS_CENTERED:
+        mean = mean_of(tl.sum(c, 1), cols)
+        deviation = tl.where(mask, c - mean[:, None], 0.0)
+        return mean, reciprocal_sqrt(mean_of(tl.sum(deviation * deviation, 1), cols) + eps)
+    return (reciprocal_sqrt(mean_of(tl.sum(c * c, 1), cols) + eps),)
+
+
+@triton.jit
+def normalize(c, statistics, IS_CENTERED: tl.constexpr):
+    if IS_CENTERED:
+        return (c - statistics[0][:, None]) * statistics[1][:, None]
+    return c * statistics[0][:, None]
+
+
+@triton.jit
+def store_statistics(statistic_ptrs, statistics, rows, row_mask, IS_CENTERED: tl.constexpr):
+    tl.store(statistic_ptrs[0] + rows, statistics[0], mask=row_mask)
+    if IS_CENTERED:
+        tl.store(statistic_ptrs[1] + rows, statistics[1], mask=row_mask)
+
+
+@triton.jit
+def load_statistics(statistic_ptrs, rows, row_mask, IS_CENTERED: tl.constexpr):
+    first = tl.load(statistic_ptrs[0] + rows, mask=row_mask, other=0.0)
+    if IS_CENTERED:
+        return first, tl.load(statistic_ptrs[1] + rows, mask=row_mask, other=0.0)
+    return (first,)
+
+
+@triton.jit
+def start_walk(like, IS_CENTERED: tl.constexpr):
+    """State of a walk over a row by blocks: each lane of the block keeps its own mean and M2, or sum of squares; and
+    in backward its own sums of gradient terms."""
+    if IS_CENTERED:
+        return tl.zeros_like(like), tl.zeros_like(like)
+    return (tl.zeros_like(like),)
+
+
+@triton.jit
+def step_walk(state, c, mask, step, IS_CENTERED: tl.constexpr):
+    """Welford's update of every lane with the block number `step`, counted from 0."""
+    if IS_CENTERED:
+        delta = tl.where(mask, c - state[0], 0.0)
+        mean = state[0] + delta / (step + 1)
+        return mean, state[1] + tl.where(mask, delta * (c - mean), 0.0)
+    return (state[0] + tl.where(mask, c * c, 0.0),)
+
+
+@triton.jit
+def end_walk(state, lanes, cols, eps, IS_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Merge the lanes of a walk: lane i has seen the columns i, i + BLOCK_COLS, ... below cols."""
+    if IS_CENTERED:
+        count = ((cols - lanes + BLOCK_COLS - 1) // BLOCK_COLS).to(state[0].dtype)[None, :]
+        mean = mean_of(tl.sum(count * state[0], 1), cols)
+        shift = state[0] - mean[:, None]
+        return mean, reciprocal_sqrt(mean_of(tl.sum(state[1] + count * shift * shift, 1), cols) + eps)
+    return (reciprocal_sqrt(mean_of(tl.sum(state[0], 1), cols) + eps),)
+
+
+@triton.jit
+def add_terms(state, grad_xhat, xhat, IS_CENTERED: tl.constexpr):
+    """Add to every lane what must be summed over a row before its gradient is known."""
+    if IS_CENTERED:
+        return state[0] + grad_xhat * xhat, state[1] + grad_xhat
+    return (state[0] + grad_xhat * xhat,)
+
+
+@triton.jit
+def sum_terms(state, IS_CENTERED: tl.constexpr):
+    if IS_CENTERED:
+        return tl.sum(state[0], 1), tl.sum(state[1], 1)
+    return (tl.sum(state[0], 1),)
+
+
+@triton.jit
+def gradient(grad_xhat, xhat, sums, statistics, cols, IS_CENTERED: tl.constexpr):
+    """The gradient of c, from the row sums of the terms."""
+    slope = mean_of(sums[0], cols)
+    if IS_CENTERED:
+        shift = mean_of(sums[1], cols)
+        return (grad_xhat - shift[:, None] - xhat * slope[:, None]) * statistics[1][:, None]
+    return (grad_xhat - xhat * slope[:, None]) * statistics[0][:, None]

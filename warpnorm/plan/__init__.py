@@ -1,0 +1,6 @@
+"""A problem and a device become a plan. Pure Python, no GPU needed.
+
+device  the numbers of a device that plans follow from
+plan    the frozen record of what was chosen
+choose  the heuristics
+"""

@@ -1,0 +1,51 @@
+"""The numbers of a device that plans follow from, read off the GPU at hand or given for one that is not."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Device:
+    """`backend` and `arch` name the compiler's target; `units` are multiprocessors or compute units."""
+
+    backend: str
+    arch: int | str
+    warp_size: int
+    units: int
+    registers_per_unit: int
+    shared_bytes: int  # the most that one program can have
+
+    @property
+    def is_interpreter(self) -> bool:
+        return self.backend == "interpreter"
+
+
+# Runs programs one after another on the CPU: a handful, so that tests see several programs share the rows.
+INTERPRETER = Device("interpreter", "cpu", warp_size=32, units=3, registers_per_unit=65536, shared_bytes=232448)
+
+# For compiling without a GPU at hand: A100, H200, B200, MI300X.
+KNOWN = {
+    "sm_80": Device("cuda", 80, warp_size=32, units=108, registers_per_unit=65536, shared_bytes=166912),
+    "sm_90": Device("cuda", 90, warp_size=32, units=132, registers_per_unit=65536, shared_bytes=232448),
+    "sm_100": Device("cuda", 100, warp_size=32, units=148, registers_per_unit=65536, shared_bytes=232448),
+    "gfx942": Device("hip", "gfx942", warp_size=64, units=304, registers_per_unit=131072, shared_bytes=65536),
+}
+
+
+@cache
+def of(device: torch.device) -> Device:
+    """The numbers of a GPU; tensors on a CPU are the interpreter's."""
+    if device.type == "cpu":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        arch: int | str = properties.gcnArchName.split(":")[0]
+        backend = "hip"
+    else:
+        arch = properties.major * 10 + properties.minor
+        backend = "cuda"
+    registers = getattr(properties, "regs_per_multiprocessor", 65536)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
+    return Device(backend, arch, properties.warp_size, properties.multi_processor_count, registers, shared)

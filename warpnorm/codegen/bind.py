@@ -1,0 +1,230 @@
+"""A hand-written kernel, the functions generated for a problem, and a plan become something to launch: a kernel
+compiled for a target (no GPU needed), or an interpreted one. Triton's own guesses about arguments play no part: what
+the compiler is told about alignment and divisors is what the problem says."""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from warpnorm.codegen import cache, pointwise
+from warpnorm.kernels.column_sum import column_sum_kernel
+from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
+from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
+from warpnorm.plan.device import Device
+from warpnorm.plan.plan import LONG_ROW, ROW, Plan
+from warpnorm.problem import (
+    FULL,
+    LARGEST_CLASS,
+    NUMBER,
+    VECTOR_BYTES,
+    BackwardProblem,
+    ForwardProblem,
+    Operand,
+    Problem,
+)
+
+TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+COMPUTE = {torch.float64: tl.float64, torch.float32: tl.float32}
+ALIGNED = VECTOR_BYTES  # PyTorch's allocators align what we allocate ourselves
+
+_lock = threading.RLock()
+
+
+def _once(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Each kernel is compiled once, also when two threads ask for it at the same time."""
+    built: dict[tuple[Any, ...], BoundKernel | None] = {}
+
+    @wraps(build)
+    def get(*key: Any) -> BoundKernel | None:
+        if key not in built:
+            with _lock:
+                if key not in built:
+                    built[key] = build(*key)
+        return built[key]
+
+    get.built = built  # type: ignore[attr-defined]
+    return get
+
+
+class BoundKernel:
+    """One kernel for one target. `index` is the GPU it will run on: modules are loaded once for each."""
+
+    def __init__(
+        self, kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], plan: Plan, device: Device
+    ) -> None:
+        constants = {name: constants[name] for name in kernel.arg_names if name in constants}
+        self.kernel, self.constants = kernel, constants
+        self.compiled: Any = None
+        if not device.is_interpreter:
+            signature = {name: _types(argument) for name, argument in arguments.items()}
+            signature |= dict.fromkeys(constants, "constexpr")
+            source = ASTSource(kernel, signature, constants, _attributes(arguments))
+            target = GPUTarget(device.backend, device.arch, device.warp_size)
+            self.compiled = triton.compile(source, target=target, options={"num_warps": plan.warps})
+
+    def launch(self, grid: tuple[int, int], *arguments: Any) -> None:
+        """The device of the arguments must be the current one."""
+        if self.compiled is None:
+            self.kernel[grid](*arguments, **self.constants)
+        else:
+            self.compiled[(*grid, 1)](*arguments, *self.constants.values())
+
+
+class Argument:
+    """A kernel's argument as the compiler sees it: its type, and a number that divides it."""
+
+    __slots__ = ("divisor", "type")
+
+    def __init__(self, type: str, divisor: int = 1) -> None:
+        self.type, self.divisor = type, divisor
+
+
+@_once
+def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
+    functions = cache.load(pointwise.forward_source(problem))
+    arguments = {
+        "operands": _pointers(problem, problem.operands),
+        "outputs": _pointers(problem, problem.outputs),
+        "statistic_ptrs": _statistics(problem),
+        **_geometry(problem, problem.operands + problem.outputs),
+        "eps": Argument(TYPES[problem.compute]),
+    }
+    constants = _functions(functions, "load_columns", "load_rows", "prologue", "epilogue", "store")
+    constants |= {"IS_CENTERED": problem.norm.is_centered}
+    if plan.pattern == ROW:
+        constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
+        constants |= {"IS_PERSISTENT": plan.programs > 0}
+        return BoundKernel(row_forward_kernel, arguments, constants, plan, device)
+    constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
+    return BoundKernel(long_row_forward_kernel, arguments, constants, plan, device)
+
+
+@_once
+def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
+    constants = _functions(
+        cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "prologue",
+        "epilogue_vjp", "prologue_vjp", "store", "accumulate", "store_partials",
+    )  # fmt: skip
+    constants |= {
+        "ACCUMULATORS": len(problem.reduced),
+        "NEEDS_GRAD_C": problem.needs_grad_c,
+        "IS_CENTERED": problem.norm.is_centered,
+        "COMPUTE": COMPUTE[problem.compute],
+    }
+    written = tuple(gradient for gradient in problem.gradients if gradient.axes == FULL)
+    operands = problem.operands + problem.grad_outputs
+    arguments = {
+        "operands": _pointers(problem, operands),
+        "gradients": _pointers(problem, written),
+        "partials": tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.reduced),
+    }
+    geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + written)}
+    constants |= {"BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
+    if plan.pattern == ROW:
+        constants |= {"BLOCK_ROWS": plan.block_rows, "SPLITS": plan.splits}
+        return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device)
+    sums = {"sum_ptrs": _statistics(problem)}
+    return BoundKernel(long_row_backward_kernel, arguments | sums | geometry, constants, plan, device)
+
+
+@_once
+def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
+    """The first launch of a `long_row` backward, where the prologue needs a gradient."""
+    if plan.pattern != LONG_ROW or not problem.needs_grad_c:
+        return None
+    constants = _functions(
+        cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "prologue", "epilogue_vjp"
+    )
+    constants |= {
+        "IS_CENTERED": problem.norm.is_centered,
+        "COMPUTE": COMPUTE[problem.compute],
+        "BLOCK_COLS": plan.block_cols,
+        "STAGES": plan.stages,
+    }
+    operands = problem.operands + problem.grad_outputs
+    written = tuple(gradient for gradient in problem.gradients if gradient.axes == FULL)
+    arguments = {
+        "operands": _pointers(problem, operands),
+        "sum_ptrs": _statistics(problem),
+        "statistic_ptrs": _statistics(problem),
+        **_geometry(problem, operands + written),
+    }
+    return BoundKernel(long_row_sums_kernel, arguments, constants, plan, device)
+
+
+def column_sum(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
+    """The last launch of a backward, where a gradient is a sum over rows."""
+    dtypes = tuple(problem.gradients[i].dtype for i in problem.reduced)
+    return _column_sum(problem.compute, dtypes, plan, device, index) if dtypes else None
+
+
+@_once
+def _column_sum(
+    compute: torch.dtype, dtypes: tuple[torch.dtype, ...], plan: Plan, device: Device, index: int
+) -> BoundKernel:
+    arguments = {
+        "partials": tuple(Argument("*" + TYPES[compute], ALIGNED) for _ in dtypes),
+        "sums": tuple(Argument("*" + TYPES[dtype], ALIGNED) for dtype in dtypes),
+        "heights": tuple(Argument("i64") for _ in dtypes),
+        "widths": tuple(Argument("i64") for _ in dtypes),
+    }
+    constants = {
+        "COUNT": len(dtypes),
+        "COMPUTE": COMPUTE[compute],
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+    }
+    return BoundKernel(column_sum_kernel, arguments, constants, plan, device)
+
+
+def _functions(module: ModuleType, *names: str) -> dict[str, Any]:
+    return {name.upper(): getattr(module, name) for name in names}
+
+
+def _pointers(problem: Problem, operands: Sequence[Operand]) -> tuple[Argument, ...]:
+    return tuple(
+        Argument(TYPES[problem.compute])
+        if operand.axes == NUMBER
+        else Argument("*" + TYPES[operand.dtype], ALIGNED if operand.is_aligned else 1)
+        for operand in operands
+    )
+
+
+def _statistics(problem: Problem) -> tuple[Argument, ...]:
+    return tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.norm.statistics)
+
+
+def _geometry(problem: Problem, tensors: Sequence[Operand]) -> dict[str, Any]:
+    strides = sorted(
+        {stride for tensor in tensors for stride in tensor.row_strides + tensor.col_strides if stride.literal is None},
+        key=lambda stride: stride.slot,
+    )
+    sizes = len(tensors[0].row_strides) + len(tensors[0].col_strides) - 2
+    return {
+        "strides": tuple(Argument("i64", stride.divisor) for stride in strides),
+        "sizes": tuple(Argument("i64") for _ in range(sizes)),
+        "rows": Argument("i64"),
+        "cols": Argument("i32" if problem.cols_class <= LARGEST_CLASS else "i64", problem.cols_divisor),
+    }
+
+
+def _types(argument: Any) -> Any:
+    return tuple(map(_types, argument)) if isinstance(argument, tuple) else argument.type
+
+
+def _attributes(arguments: dict[str, Any]) -> dict[tuple[int, ...], list[list[Any]]]:
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for i, argument in enumerate(arguments.values()):
+        paths = {(i, k): a for k, a in enumerate(argument)} if isinstance(argument, tuple) else {(i,): argument}
+        for path, leaf in paths.items():
+            if leaf.divisor > 1:
+                attributes[path] = [["tt.divisibility", leaf.divisor]]
+    return attributes

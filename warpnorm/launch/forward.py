@@ -1,0 +1,50 @@
+"""The forward launch of one call: everything that does not depend on the tensors' contents is settled beforehand."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from warpnorm.codegen.bind import BoundKernel
+from warpnorm.plan.plan import Plan
+from warpnorm.problem import ForwardProblem, Space
+
+
+@dataclass(frozen=True)
+class ForwardLaunch:
+    problem: ForwardProblem
+    plan: Plan
+    space: Space
+    kernel: BoundKernel
+    eps: float
+
+    def __call__(
+        self, operands: Sequence[torch.Tensor | float], outputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Writes the outputs; returns the statistics, one number a row each."""
+        space = self.space
+        statistics = empty_statistics(self.problem, space.rows, outputs[0].device)
+        blocks = -(-space.rows // self.plan.block_rows)
+        grid = (min(blocks, self.plan.programs or blocks), 1)
+        with on_device(outputs[0]):
+            self.kernel.launch(
+                grid, tuple(operands), tuple(outputs), statistics,
+                space.strides, space.sizes, space.rows, space.cols, self.eps,
+            )  # fmt: skip
+        return statistics
+
+
+def empty_statistics(problem: ForwardProblem, rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """One allocation; every statistic starts at a multiple of 16 bytes, as the kernels are told."""
+    names = problem.norm.statistics
+    stride = -(-rows // 4) * 4
+    storage = torch.empty(len(names) * stride, dtype=problem.compute, device=device)
+    return tuple(storage[i * stride : i * stride + rows] for i in range(len(names)))
+
+
+def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:
+    """Triton launches on the current device, which need not be the tensor's."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()

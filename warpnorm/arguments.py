@@ -1,0 +1,159 @@
+"""What the user passed is checked here, at the border: every refusal is one sentence that says what was given and what
+is allowed, and is raised before anything is written."""
+
+from collections.abc import Sequence
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+
+from warpnorm.errors import InputError, InputTypeError
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_input(name: str, input: Any) -> None:
+    if not isinstance(input, torch.Tensor):
+        raise InputTypeError(f"{name}: input must be a tensor, but is a {type(input).__name__}")
+    if input.dtype not in DTYPES:
+        raise InputError(f"{name}: input has dtype {input.dtype}, but must be float64, float32, float16 or bfloat16")
+
+
+def resolve_shape(name: str, input: torch.Tensor, normalized_shape: Any, normalized_dim: Any) -> tuple[int, ...]:
+    """The normalized shape, whichever way it was given."""
+    if (normalized_shape is None) == (normalized_dim is None):
+        given = "neither" if normalized_shape is None else "both"
+        raise InputTypeError(f"{name}: give normalized_shape or normalized_dim, but {given} was given")
+    if normalized_dim is not None:
+        if not isinstance(normalized_dim, Integral) or isinstance(normalized_dim, bool):
+            raise InputTypeError(f"{name}: normalized_dim must be an int, but is a {type(normalized_dim).__name__}")
+        if not -input.ndim <= int(normalized_dim) < input.ndim:
+            raise InputError(
+                f"{name}: normalized_dim is {normalized_dim}, but input has {input.ndim} dimensions: it must be from "
+                f"{-input.ndim} to {input.ndim - 1}"
+            )
+        return tuple(input.shape[int(normalized_dim) :])
+    if isinstance(normalized_shape, Integral):
+        normalized_shape = (normalized_shape,)
+    if not isinstance(normalized_shape, Sequence) or not all(isinstance(size, Integral) for size in normalized_shape):
+        raise InputTypeError(
+            f"{name}: normalized_shape must be an int or a sequence of ints, but is {normalized_shape!r}"
+        )
+    shape = tuple(int(size) for size in normalized_shape)
+    if not shape:
+        raise InputError(f"{name}: normalized_shape is empty, but must have at least one dimension")
+    if tuple(input.shape[-len(shape) :]) != shape:
+        raise InputError(
+            f"{name}: normalized_shape is {shape}, but input has shape {tuple(input.shape)}, which does not end with it"
+        )
+    return shape
+
+
+def check_parameter(name: str, what: str, parameter: Any, input: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """A weight or a bias; a weight may also be a number or a tensor without dimensions."""
+    is_weight = what == "weight"
+    if parameter is None:
+        return
+    if not isinstance(parameter, torch.Tensor):
+        if is_weight and isinstance(parameter, Real) and not isinstance(parameter, bool):
+            return
+        allowed = "a tensor or a number" if is_weight else "a tensor"
+        raise InputTypeError(f"{name}: {what} must be {allowed}, but is a {type(parameter).__name__}")
+    if parameter.dtype not in DTYPES:
+        raise InputError(
+            f"{name}: {what} has dtype {parameter.dtype}, but must be float64, float32, float16 or bfloat16"
+        )
+    if tuple(parameter.shape) != shape and not (is_weight and parameter.ndim == 0):
+        raise InputError(f"{name}: {what} has shape {tuple(parameter.shape)}, but normalized_shape is {shape}")
+    if parameter.device != input.device:
+        raise InputError(f"{name}: {what} is on {parameter.device}, but input is on {input.device}")
+
+
+def check_eps(name: str, eps: Any) -> float:
+    if not isinstance(eps, Real) or isinstance(eps, bool):
+        raise InputTypeError(f"{name}: eps must be a float, but is a {type(eps).__name__}")
+    return float(eps)
+
+
+def check_weight_offset(name: str, weight_offset: Any, weight: Any) -> float:
+    if not isinstance(weight_offset, Real) or isinstance(weight_offset, bool):
+        raise InputTypeError(f"{name}: weight_offset must be a float, but is a {type(weight_offset).__name__}")
+    if weight_offset and weight is None:
+        raise InputError(f"{name}: weight_offset is {weight_offset}, but there is no weight to add it to")
+    return float(weight_offset)
+
+
+def check_out(name: str, out: Any, input: torch.Tensor, operands: Sequence[torch.Tensor | float | None]) -> None:
+    """`out` may be the input itself; any other overlap would be read after it was written."""
+    if not isinstance(out, torch.Tensor):
+        raise InputTypeError(f"{name}: out must be a tensor, but is a {type(out).__name__}")
+    for what, given, wanted in (
+        ("shape", tuple(out.shape), tuple(input.shape)),
+        ("dtype", out.dtype, input.dtype),
+        ("device", out.device, input.device),
+    ):
+        if given != wanted:
+            raise InputError(f"{name}: out has {what} {given}, but input has {what} {wanted}")
+    tensors = [tensor for tensor in (input, *operands) if isinstance(tensor, torch.Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (out, *tensors)):
+        raise InputError(
+            f"{name}: out= cannot be used where a gradient is needed; call it under torch.no_grad() or leave out= away"
+        )
+    if overlaps_itself(out):
+        raise InputError(
+            f"{name}: out has elements that share memory (strides {out.stride()}), so it cannot be written"
+        )
+    for what, tensor in zip(("input", "weight", "bias"), (input, *operands), strict=False):
+        if (
+            isinstance(tensor, torch.Tensor)
+            and overlap(out, tensor)
+            and not (what == "input" and is_same_view(out, tensor))
+        ):
+            raise InputError(f"{name}: out overlaps {what} in memory; it may be the input itself, or lie apart from it")
+
+
+def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory; sorted by stride, every axis must step over all inner ones."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether the two share memory. Exact for two slices of one packed tensor; otherwise by the ranges they span."""
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+        return False
+    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    if a.data_ptr() + _span(a) <= b.data_ptr() or b.data_ptr() + _span(b) <= a.data_ptr():
+        return False
+    if a.dtype != b.dtype or a.stride() != b.stride() or a.shape != b.shape or overlaps_itself(a):
+        return True
+    # Equal strides: they share an element where their distance is a sum of strides, each taken at most size - 1 times.
+    # Every stride exceeds what the inner axes reach, so from the largest down there are two candidates to try.
+    distance = abs(a.data_ptr() - b.data_ptr())
+    if distance % a.element_size():
+        return True
+    axes = sorted(((st, size) for st, size in zip(a.stride(), a.shape, strict=True) if size > 1), reverse=True)
+    return _is_reachable(distance // a.element_size(), axes)
+
+
+def _is_reachable(distance: int, axes: list[tuple[int, int]]) -> bool:
+    if not axes:
+        return distance == 0
+    (stride, size), inner = axes[0], axes[1:]
+    steps = distance // stride
+    return any(abs(step) < size and _is_reachable(abs(distance - step * stride), inner) for step in (steps, steps + 1))
+
+
+def _span(tensor: torch.Tensor) -> int:
+    reach = sum(stride * (size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return (reach + 1) * tensor.element_size()

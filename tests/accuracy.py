@@ -1,0 +1,76 @@
+"""The one tolerance rule: the error may not exceed PyTorch's own error in the same dtype by more than one rounding of
+the result. The truth is computed in extended precision, so that it is one for float64 too. Errors are taken row by row,
+relative to the row."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from warpnorm.norms import Norm
+
+Wide = np.ndarray  # of np.longdouble
+
+
+class Truth(NamedTuple):
+    """An output as (rows, cols), and the gradients of input, weight and bias (a parameter is one row).
+    `terms` is the size of what the gradient of a row's input is a difference of; it may cancel to nothing."""
+
+    output: Wide
+    gradients: tuple[Wide, ...]
+    terms: Wide
+
+
+def widen(tensor: torch.Tensor, cols: int) -> Wide:
+    return tensor.detach().double().cpu().numpy().astype(np.longdouble).reshape(-1, cols)
+
+
+def exact(norm: Norm, col_dims: int, operands: tuple[torch.Tensor, ...], grad: torch.Tensor, eps: float) -> Truth:
+    """The definition of the norm and of its gradients, written out; the operands are input, weight and bias, or fewer."""
+    cols = operands[0].shape[-col_dims:].numel()
+    c, *parameters = (widen(operand, cols) for operand in operands)
+    g = widen(grad, cols)
+    if norm.is_centered:
+        c = c - c.mean(1, keepdims=True)
+    rstd = 1 / np.sqrt((c * c).mean(1, keepdims=True) + np.longdouble(eps))
+    xhat = c * rstd
+    weight = parameters[0] if parameters else np.longdouble(1)
+    output = xhat * weight + (parameters[1] if len(parameters) > 1 else 0)
+    grad_xhat = g * weight
+    grad_c = grad_xhat - xhat * (grad_xhat * xhat).mean(1, keepdims=True)
+    if norm.is_centered:
+        grad_c = grad_c - grad_xhat.mean(1, keepdims=True)
+    sums = ((g * xhat).sum(0, keepdims=True), g.sum(0, keepdims=True))
+    terms = np.abs(grad_xhat * rstd).max(1)
+    return Truth(output, (grad_c * rstd, *sums[: len(parameters)]), terms)
+
+
+class Error(NamedTuple):
+    """Of the worst row: root mean square and largest error, over the root mean square and largest true value."""
+
+    mean: float
+    largest: float
+
+
+def error_of(result: torch.Tensor, truth: Wide, terms: Wide | None = None) -> Error:
+    """Relative to the true row; where that is zero, to the `terms` that cancel in it."""
+    if truth.size == 0:
+        return Error(0.0, 0.0)
+    error = widen(result, truth.shape[1]) - truth
+
+    def worst(norm: Callable[[Wide], Wide]) -> float:
+        scale = norm(truth)
+        vanishing = 1 if terms is None else terms
+        return float((norm(error) / np.where(scale == 0, vanishing, scale)).max())
+
+    return Error(worst(lambda rows: np.sqrt((rows * rows).mean(1))), worst(lambda rows: np.abs(rows).max(1)))
+
+
+def assert_accurate(what: str, ours: Error, torchs: Error, dtype: torch.dtype) -> None:
+    """No worse than PyTorch plus one rounding in the mean, and nowhere worse than twice PyTorch plus one rounding."""
+    rounding = torch.finfo(dtype).eps / 2
+    for kind, error, allowed in (("mean", ours.mean, torchs.mean), ("largest", ours.largest, 2 * torchs.largest)):
+        assert error <= allowed + rounding, (
+            f"{what}: {kind} error {error:.3e}, but PyTorch's allows {allowed:.3e} + {rounding:.1e}"
+        )

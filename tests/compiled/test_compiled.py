@@ -1,0 +1,149 @@
+"""What the compiler makes of the kernels, for GPUs that are not here: the plans that `choose.py` picks, compiled for
+NVIDIA's and AMD's targets, and the machine code read."""
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from warpnorm.codegen import bind
+from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
+from warpnorm.plan import choose
+from warpnorm.plan.device import KNOWN, Device
+from warpnorm.plan.plan import ROW, Plan
+from warpnorm.problem import (
+    COLUMN,
+    FULL,
+    BackwardProblem,
+    Call,
+    ForwardProblem,
+    View,
+    describe_backward,
+    describe_forward,
+)
+from warpnorm.reference import Affine
+from warpnorm.trace import capture, differentiate
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+NVIDIA = ("sm_80", "sm_90", "sm_100")
+NORMS = (LAYER_NORM, RMS_NORM)
+
+
+def call_and_views(norm: Norm, cols: int, dtype: torch.dtype, rows: int = 64) -> tuple[Call, tuple[View, ...]]:
+    """A norm with all its parameters on contiguous operands."""
+    count = 3 if norm.is_centered else 2
+    call = Call(norm, 1, 1e-5, Affine(True, count == 3), (FULL, COLUMN, COLUMN)[:count])
+    return call, (View((rows, cols), (cols, 1), dtype, True), *[View((cols,), (1,), dtype, True)] * (count - 1))
+
+
+def forward_problem(norm: Norm, cols: int, dtype: torch.dtype) -> ForwardProblem:
+    call, views = call_and_views(norm, cols, dtype)
+    return describe_forward(call, (*views, views[0]), capture.forward_graphs(call.epilogue, len(views)))[0]
+
+
+def backward_problem(norm: Norm, cols: int, dtype: torch.dtype) -> BackwardProblem:
+    call, views = call_and_views(norm, cols, dtype)
+    wanted = tuple(range(len(views)))
+    graphs = differentiate.backward_graphs(call.epilogue, len(views), wanted)
+    return describe_backward(call, (*views, views[0], *views), wanted, graphs)[0]
+
+
+def compile_both(norm: Norm, cols: int, dtype: torch.dtype, device: Device) -> list[tuple[str, Plan, object]]:
+    forward, backward = forward_problem(norm, cols, dtype), backward_problem(norm, cols, dtype)
+    plans = choose.forward(forward, device), choose.backward(backward, device)
+    return [
+        ("forward", plans[0], bind.forward(forward, plans[0], device, 0).compiled),
+        ("backward", plans[1], bind.backward(backward, plans[1], device, 0).compiled),
+    ]
+
+
+def local_memory(cubin: bytes) -> int:
+    """Bytes of stack and local memory that a thread uses."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
+    assert found, report
+    return int(found[1]) + int(found[2])
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_two_level_reduction(norm: Norm, target: str) -> None:
+    """Butterfly shuffles inside a warp; between warps, shared memory and a barrier, which one warp does not need."""
+    several_warps = compile_both(norm, 4096, torch.bfloat16, KNOWN[target])
+    for direction, plan, kernel in several_warps:
+        assert plan.warps > 1
+        code = kernel.asm["ptx"]
+        assert code.count("shfl.sync.bfly") >= 5, direction
+        assert "st.shared" in code, direction
+        assert "bar.sync" in code, direction
+    _, plan, kernel = compile_both(norm, 512, torch.bfloat16, KNOWN[target])[0]
+    assert plan.warps == 1
+    assert kernel.asm["ptx"].count("shfl.sync.bfly") >= 5
+    assert "st.shared" not in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cols", [128, 760, 4096, 16384])  # 760: aligned rows, not a power of two
+def test_sixteen_byte_accesses(cols: int, dtype: torch.dtype, target: str) -> None:
+    """Every load and store of an aligned half-precision row moves 16 bytes: through registers or straight to shared
+    memory."""
+    for norm in NORMS:
+        for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
+            assert plan.pattern == ROW or cols > 8192
+            code = kernel.asm["ptx"]
+            wide_loads = len(re.findall(r"ld\.global\S*\.v4\.b32", code)) + len(
+                re.findall(r"cp\.async\.cg\S* .*0x10", code)
+            )
+            assert wide_loads > 0, direction
+            assert re.search(r"st\.global\S*\.v4\.b32", code), direction
+            assert not re.search(r"(ld|st)\.global\S*\.[bu]16", code), f"{direction}: single elements are moved"
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
+    """For every class of widths up to 16,384, aligned and odd: the plans differ by class, alignment and dtype alone."""
+    widths = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383]
+    for cols in widths:
+        for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
+            assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} of {cols} columns with {plan}"
+
+
+@pytest.mark.parametrize("cols", [100, 1024, 8192, 16384, 40000])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_amd(norm: Norm, cols: int) -> None:
+    device = KNOWN["gfx942"]
+    for direction, plan, kernel in compile_both(norm, cols, torch.bfloat16, device):
+        assert "global_load" in kernel.asm["amdgcn"] or "buffer_load" in kernel.asm["amdgcn"], direction
+        assert kernel.metadata.shared <= device.shared_bytes, f"{direction} with {plan}"
+
+
+@pytest.mark.parametrize("target", [*NVIDIA, "gfx942"])
+def test_plans_fit_the_shared_memory(target: str) -> None:
+    device = KNOWN[target]
+    for norm in NORMS:
+        for dtype in (torch.float64, torch.bfloat16):
+            for cols in (4096, 16384, 65536):
+                for direction, plan, kernel in compile_both(norm, cols, dtype, device):
+                    assert kernel.metadata.shared <= device.shared_bytes, f"{direction} of {cols} {dtype} with {plan}"
+
+
+def test_plans_do_not_depend_on_the_rows() -> None:
+    device = KNOWN["sm_90"]
+    for cols in (1, 100, 4096, 16384, 100_000):
+        problems = set()
+        for rows in (1, 2, 3, 1000, 1 << 20):
+            call, views = call_and_views(LAYER_NORM, cols, torch.bfloat16, rows)
+            graphs = capture.forward_graphs(call.epilogue, len(views))
+            problems.add(describe_forward(call, (*views, views[0]), graphs)[0])
+        assert len({choose.forward(problem, device) for problem in problems}) == 1
+        assert len(problems) == 1

@@ -1,0 +1,15 @@
+"""What holds without a GPU and without Triton's interpreter: the house, the border, the reference path, the records.
+
+truth           the norms in extended precision, PyTorch's own answer, and the one tolerance rule
+opinfo_checks   PyTorch's own samples, for any device and dtype and for forced kernels too
+test_house      imports run one way; rules that every file keeps
+test_import     what importing does not do
+test_functional the plain calls
+test_keywords   what the functions take beyond PyTorch
+test_errors     refusals
+test_overlap    which tensors share memory
+test_opinfo     PyTorch's own samples on the CPU
+test_modules    the drop-in modules
+test_cache      files of generated source
+test_problem    collapsed axes, strides and their classes
+"""

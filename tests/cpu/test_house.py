@@ -1,0 +1,168 @@
+"""The rules that every file of the package keeps: imports run one way, the environment has one reader, kernels know no
+affine. All are read off the syntax tree; nothing of the package is imported."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2] / "warpnorm"
+FILES = sorted(ROOT.rglob("*.py"))
+LINE = (
+    "errors, settings < problem, norms < reference, trace < plan < kernels < codegen < launch, cpu < pipeline"
+    " < functional, fuse, explain < nn < parallel, integrate < bench < cli"
+)
+LEVEL = {name.strip(): level for level, names in enumerate(LINE.split("<")) for name in names.split(",")}
+LEVEL |= {"version": 0, "arguments": LEVEL["functional"], "__init__": len(LEVEL), "__main__": len(LEVEL)}
+NEIGHBOURS = {
+    ("problem", "norms"),
+    ("functional", "arguments"),
+    ("settings", "errors"),
+}  # who may import whom on one level
+LONGEST_FILE = 500  # lines
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path) for path in FILES}
+
+
+def home(module: str) -> str:
+    """The entry of the line that a module belongs to."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def imported_modules(source: str, module: str, is_package: bool = False) -> Iterator[str]:
+    """What of the package a module imports, wherever the import stands: in functions and for type checkers too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: len(module.split(".")) - node.level + is_package] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found = [f"{base}.{n.name}" if f"{base}.{n.name}" in MODULES else base for n in node.names]
+        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):  # import_module("..."), __import__
+            found = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        else:
+            continue
+        yield from (name for name in found if name.split(".")[0] == "warpnorm")
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    own = home(module)
+    if own not in LEVEL:
+        return [f"{module} has no place on the line"]
+    return [
+        f"{module} imports {other}"
+        for other in imported_modules(source, module, is_package)
+        if own != (theirs := home(other)) and (own, theirs) not in NEIGHBOURS
+        if theirs not in LEVEL or LEVEL[theirs] >= LEVEL[own]
+    ]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_run_one_way(path: Path) -> None:
+    assert violations(path.read_text(), module_name(path), path.name == "__init__.py") == []
+
+
+@dataclass(frozen=True)
+class Offence:
+    name: str
+    module: str
+    source: str
+    why: str
+    is_package: bool = False
+
+
+OFFENCES = [
+    Offence("upwards", "warpnorm.problem", "from warpnorm.plan import choose", "a lower level imports a higher one"),
+    Offence("same_level", "warpnorm.trace.graph", "import warpnorm.reference", "neighbours do not know each other"),
+    Offence("wrong_way_round", "warpnorm.norms", "import warpnorm.problem", "problem may import norms, not so back"),
+    Offence("from_the_top", "warpnorm.nn", "from warpnorm import layer_norm", "a name of the public package"),
+    Offence("in_function", "warpnorm.kernels.row", "def f():\n    from warpnorm.codegen import bind", "hidden inside"),
+    Offence(
+        "for_type_checkers",
+        "warpnorm.plan.plan",
+        "if TYPE_CHECKING:\n    from warpnorm.pipeline import route",
+        "a reader follows it all the same",
+    ),
+    Offence("relative", "warpnorm.launch.forward", "from ..pipeline import route", "spelled with dots"),
+    Offence("relative_package", "warpnorm.trace", "from .. import nn", "dots count from the folder", is_package=True),
+    Offence("by_name", "warpnorm.plan.choose", "importlib.import_module('warpnorm.bench')", "spelled as a string"),
+    Offence("bench", "warpnorm.integrate.patch", "import warpnorm.bench.timing", "nobody imports bench but cli"),
+    Offence("unplaced", "warpnorm.helpers", "", "every module has its place"),
+    Offence("unplaced_target", "warpnorm.nn", "import warpnorm.helpers", "every module has its place"),
+]
+
+
+@pytest.mark.parametrize("offence", OFFENCES, ids=lambda o: o.name)
+def test_checker_sees(offence: Offence) -> None:
+    assert len(violations(offence.source, offence.module, offence.is_package)) == 1, offence.why
+
+
+def test_checker_takes_what_is_allowed() -> None:
+    source = (
+        "import torch\nfrom warpnorm import settings\nfrom .graph import from_fx\nfrom warpnorm.problem import Graph"
+    )
+    assert violations(source, "warpnorm.trace.capture") == []
+    assert set(imported_modules(source, "warpnorm.trace.capture")) == {
+        "warpnorm.settings",
+        "warpnorm.trace.graph",
+        "warpnorm.problem",
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_file_is_short_and_says_what_it_holds(path: Path) -> None:
+    text = path.read_text()
+    assert ast.get_docstring(ast.parse(text)), f"{path} does not open with a docstring"
+    assert len(text.splitlines()) <= LONGEST_FILE
+
+
+def environment_uses(source: str) -> list[str]:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    used = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            used.append(ast.unparse(node))
+        if isinstance(node, ast.ImportFrom) and node.module == "os":
+            used += [alias.name for alias in node.names if alias.name in names]
+    return used
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.name != "settings.py"], ids=module_name)
+def test_only_settings_reads_the_environment(path: Path) -> None:
+    assert environment_uses(path.read_text()) == []
+
+
+def test_environment_checker_sees_every_spelling() -> None:
+    for source in ("import os\nos.environ['A']", "import os\nos.getenv('A')", "from os import environ", "o.environ"):
+        assert len(environment_uses(source)) == 1
+    assert environment_uses((ROOT / "settings.py").read_text())
+
+
+def identifiers(source: str) -> set[str]:
+    fields = ("id", "attr", "arg", "name", "asname")
+    return {
+        value
+        for node in ast.walk(ast.parse(source))
+        for field in fields
+        if isinstance(value := getattr(node, field, None), str)
+    }
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "kernels").glob("*.py")), ids=module_name)
+def test_kernels_know_no_affine(path: Path) -> None:
+    words = {word for name in identifiers(path.read_text()) for word in name.lower().split("_")}
+    assert words & {"weight", "weights", "bias", "affine", "gamma", "beta"} == set()
+
+
+def test_identifiers_are_found_wherever_they_stand() -> None:
+    source = "def weight(a, *, bias=1):\n    b.c(d=e)\nimport f as g"
+    assert identifiers(source) == {"weight", "a", "bias", "b", "c", "d", "e", "f", "g"}

@@ -1,0 +1,46 @@
+"""Every kernel on the CPU, by Triton's interpreter: run with TRITON_INTERPRET=1, which must be set before Triton is
+imported. Memory is poisoned with NaN, and the kernels are forced."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from warpnorm import settings
+
+if not settings.is_interpreting():
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_poisoned_memory() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.use_deterministic_algorithms(True)  # torch.empty is then filled with NaN
+    with settings.override(route="kernels"):
+        yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def round_to_nearest() -> None:
+    """The interpreter truncates float32 to bfloat16; the compiled kernels round to nearest, as PyTorch does."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    truncating = builder.cast_impl
+
+    def cast(self, source, target):  # type: ignore[no-untyped-def]
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            rounded = torch.from_numpy(np.ascontiguousarray(source.data)).to(torch.bfloat16)
+            bits = rounded.view(torch.int16).numpy().view(np.uint16)
+            return interpreter.TensorHandle(bits, target.scalar)
+        return truncating(self, source, target)
+
+    builder.cast_impl = cast

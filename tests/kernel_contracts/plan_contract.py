@@ -1,0 +1,59 @@
+"""Contract: every valid plan gives the right answer, not only the one that would be chosen."""
+
+import pytest
+import torch
+
+from kernel_contracts.running import NORMS, check_accuracy, run_planned
+from warpnorm.norms import Norm
+from warpnorm.plan.plan import LONG_ROW, ROW, Plan
+
+ROWS, COLS = 11, 200  # 200 columns: a tile of 256, walks of 16 blocks and more, all with a tail
+
+FORWARD = (
+    Plan(ROW, 1, 256, 1),
+    Plan(ROW, 2, 256, 2),
+    Plan(ROW, 8, 256, 4),
+    Plan(ROW, 1, 512, 8),
+    Plan(ROW, 1, 256, 2, programs=3),
+    Plan(ROW, 4, 256, 4, programs=2, stages=2),
+    Plan(ROW, 1, 256, 2, programs=5, stages=3),
+    Plan(ROW, 1, 256, 2, programs=64, stages=4),
+    Plan(LONG_ROW, 1, 16, 1),
+    Plan(LONG_ROW, 1, 64, 2, stages=2),
+    Plan(LONG_ROW, 1, 128, 4, stages=3),
+    Plan(LONG_ROW, 1, 256, 8),
+)
+BACKWARD = (
+    Plan(ROW, 1, 256, 1, programs=1),
+    Plan(ROW, 1, 256, 4, programs=3, stages=3),
+    Plan(ROW, 2, 256, 2, programs=2, stages=2),
+    Plan(ROW, 8, 256, 8, programs=64),
+    Plan(ROW, 1, 128, 2, programs=3, splits=2, stages=3),
+    Plan(ROW, 2, 128, 4, programs=2, splits=2),
+    Plan(ROW, 1, 64, 2, programs=2, splits=4, stages=2),
+    Plan(LONG_ROW, 1, 32, 1, programs=1),
+    Plan(LONG_ROW, 1, 64, 2, programs=16, stages=2),
+    Plan(LONG_ROW, 1, 256, 4, programs=400, stages=3),
+)
+
+
+def check(norm: Norm, dtype: torch.dtype, device: str, forward: Plan | None, backward: Plan | None) -> None:
+    def make(seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(ROWS, COLS, generator=generator, dtype=torch.float64).to(device, dtype)
+
+    check_accuracy(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, forward, backward))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("plan", FORWARD, ids=str)
+def test_every_forward_plan(plan: Plan, norm: Norm, dtype: torch.dtype, device: str) -> None:
+    check(norm, dtype, device, plan, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("plan", BACKWARD, ids=str)
+def test_every_backward_plan(plan: Plan, norm: Norm, dtype: torch.dtype, device: str) -> None:
+    check(norm, dtype, device, None, plan)

@@ -4,14 +4,16 @@
 """
 
 from warpnorm import nn
-from warpnorm.errors import InputError, InputTypeError, OperatorError, UnavailableError, WarpnormError
+from warpnorm.errors import InputError, InputTypeError, OperatorError, SettingError, UnavailableError, WarpnormError
 from warpnorm.functional import layer_norm, rms_norm
+from warpnorm.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "InputError",
     "InputTypeError",
     "OperatorError",
+    "SettingError",
     "UnavailableError",
     "WarpnormError",
     "layer_norm",

@@ -1,6 +1,7 @@
 """What the user passed is checked here, at the border: every refusal is one sentence that says what was given and what
 is allowed, and is raised before anything is written."""
 
+import operator
 from collections.abc import Sequence
 from numbers import Integral, Real
 from typing import Any
@@ -27,19 +28,24 @@ def resolve_shape(name: str, input: torch.Tensor, normalized_shape: Any, normali
     if normalized_dim is not None:
         if not isinstance(normalized_dim, Integral) or isinstance(normalized_dim, bool):
             raise InputTypeError(f"{name}: normalized_dim must be an int, but is a {type(normalized_dim).__name__}")
+        if input.ndim == 0:
+            raise InputError(f"{name}: normalized_dim is {normalized_dim}, but input has no dimensions")
         if not -input.ndim <= int(normalized_dim) < input.ndim:
             raise InputError(
                 f"{name}: normalized_dim is {normalized_dim}, but input has {input.ndim} dimensions: it must be from "
                 f"{-input.ndim} to {input.ndim - 1}"
             )
         return tuple(input.shape[int(normalized_dim) :])
-    if isinstance(normalized_shape, Integral):
+    if isinstance(normalized_shape, Integral) and not isinstance(normalized_shape, bool):
         normalized_shape = (normalized_shape,)
-    if not isinstance(normalized_shape, Sequence) or not all(isinstance(size, Integral) for size in normalized_shape):
+    try:
+        if not isinstance(normalized_shape, Sequence):
+            raise TypeError
+        shape = tuple(operator.index(size) for size in normalized_shape)
+    except TypeError:
         raise InputTypeError(
             f"{name}: normalized_shape must be an int or a sequence of ints, but is {normalized_shape!r}"
-        )
-    shape = tuple(int(size) for size in normalized_shape)
+        ) from None
     if not shape:
         raise InputError(f"{name}: normalized_shape is empty, but must have at least one dimension")
     if tuple(input.shape[-len(shape) :]) != shape:
@@ -70,7 +76,8 @@ def check_parameter(name: str, what: str, parameter: Any, input: torch.Tensor, s
 
 
 def check_eps(name: str, eps: Any) -> float:
-    if not isinstance(eps, Real) or isinstance(eps, bool):
+    is_number = isinstance(eps, Real) or (isinstance(eps, torch.Tensor) and eps.ndim == 0 and not eps.is_complex())
+    if not is_number:
         raise InputTypeError(f"{name}: eps must be a float, but is a {type(eps).__name__}")
     return float(eps)
 
@@ -118,6 +125,8 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements may share memory; sorted by stride, every axis must step over all inner ones."""
+    if tensor.numel() == 0:
+        return False
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -130,8 +139,6 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the two share memory. Exact for two slices of one packed tensor; otherwise by the ranges they span."""
     if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
-        return False
-    if a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
         return False
     if a.data_ptr() + _span(a) <= b.data_ptr() or b.data_ptr() + _span(b) <= a.data_ptr():
         return False

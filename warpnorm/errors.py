@@ -19,3 +19,7 @@ class OperatorError(WarpnormError, NotImplementedError):
 
 class UnavailableError(WarpnormError, RuntimeError):
     """The kernels were asked for where they cannot run."""
+
+
+class SettingError(WarpnormError, ValueError):
+    """A setting that has no such value."""

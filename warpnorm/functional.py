@@ -34,13 +34,13 @@ def layer_norm(
             `normalized_shape`.
         out: write the result here; may be `input` itself. Refused where a gradient is needed.
         weight_offset: added to the weight; 1.0 gives `(1 + weight)`.
-        return_stats: return `(output, mean, rstd)`; the statistics are float32 (float64 for float64), have size 1 along
-            the normalized dimensions, and carry no gradient.
+        return_stats: return `(output, mean, rstd)`; the statistics are float32 (float64 where input or parameters are),
+            have size 1 along the normalized dimensions, and carry no gradient.
 
     `weight` may also be a number or a tensor without dimensions; weight and bias may have another dtype than `input`.
     The result has the dtype of `input`.
     """
-    is_plain = out is None and normalized_dim is None and not return_stats and not weight_offset
+    is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
     if is_plain and _takes_operators(input):
         try:
             return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
@@ -82,7 +82,7 @@ def rms_norm(
     The keywords `normalized_dim`, `out`, `weight_offset` and `return_stats` (here `(output, rstd)`) are those of
     `layer_norm`, and so are the weights and dtypes that it takes.
     """
-    is_plain = out is None and normalized_dim is None and not return_stats and not weight_offset
+    is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
     if is_plain and _takes_operators(input) and (weight is None or getattr(weight, "dtype", None) is input.dtype):
         try:
             if input.dtype in arguments.DTYPES:
@@ -104,10 +104,14 @@ def rms_norm(
         return results if return_stats else results[0]
     output = reference.rms_norm(input, shape, weight, eps, weight_offset)
     # before out is written, which may be the input
-    statistics = (reference.rms_statistic(input, shape, eps),) if return_stats else ()
+    statistics = (reference.rms_statistic(input, shape, weight, eps),) if return_stats else ()
     if out is not None:
         output = out.copy_(output)
     return (output, *statistics) if return_stats else output
+
+
+def _is_zero(weight_offset: float) -> bool:
+    return type(weight_offset) is float and weight_offset == 0.0
 
 
 def _takes_operators(input: torch.Tensor) -> bool:

@@ -136,6 +136,11 @@ class Problem:
     prologue: Graph  # operands -> c
 
     @property
+    def has_long_mantissas(self) -> bool:
+        """Whether a sum over a row rounds bits away that a row of equal values needs: those of halves are too short."""
+        return any(operand.dtype.itemsize > 2 for operand in self.operands if operand.axes == FULL)
+
+    @property
     def has_vectors(self) -> bool:
         full = [operand for operand in self.operands if operand.axes == FULL]
         return all(o.has_vectors and self.cols_divisor * o.dtype.itemsize >= VECTOR_BYTES for o in full)
@@ -242,8 +247,11 @@ def describe(views: Sequence[View], axes: Sequence[str], shape: Sequence[int], c
     col_strides = [
         v.strides[-col_dims:] if a in (FULL, COLUMN) else (0,) * col_dims for v, a in zip(views, axes, strict=True)
     ]
-    row_sizes, row_strides = _collapse(row_shape, row_strides, [cols if a == FULL else 0 for a in axes])
-    col_sizes, col_strides = _collapse(col_shape, col_strides, [1 if a in (FULL, COLUMN) else 0 for a in axes])
+    # Of an axis that vanishes the innermost stride stays, so that one row is of the class that more rows would be
+    lone_row = [(s[-1] if s else cols) if a == FULL else 0 for s, a in zip(row_strides, axes, strict=True)]
+    lone_col = [1 if a in (FULL, COLUMN) else 0 for a in axes]
+    row_sizes, row_strides = _collapse(row_shape, row_strides, lone_row)
+    col_sizes, col_strides = _collapse(col_shape, col_strides, lone_col)
 
     values: list[int] = []
 
@@ -270,7 +278,7 @@ def _collapse(
     sizes: Sequence[int], strides: Sequence[Sequence[int]], alone: Sequence[int]
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """Drop axes of size one and merge neighbours that every tensor walks as one. Where nothing is left, one axis of
-    size one stays, with the strides in `alone`: those that more rows would have had, so that the class is the same."""
+    size one stays, with the strides in `alone`."""
     dims = [dim for dim, size in enumerate(sizes) if size != 1]
     if not dims:
         return (1,), [(stride,) for stride in alone]

@@ -62,8 +62,10 @@ def rms_norm(
     return torch.rms_norm(input.to(compute), shape, weight, eps).to(input.dtype)
 
 
-def rms_statistic(input: torch.Tensor, shape: tuple[int, ...], eps: float) -> torch.Tensor:
-    c = input.detach().to(_compute_dtype(input))
+def rms_statistic(
+    input: torch.Tensor, shape: tuple[int, ...], weight: torch.Tensor | float | None, eps: float
+) -> torch.Tensor:
+    c = input.detach().to(_compute_dtype(input, weight))
     return torch.rsqrt(c.square().mean(tuple(range(-len(shape), 0)), keepdim=True) + eps)
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from warpnorm.errors import SettingError
+
 ROUTES = ("auto", "kernels", "reference")
 
 
@@ -32,7 +34,7 @@ def current() -> Settings:
 def _read() -> Settings:
     route = os.environ.get("WARPNORM_ROUTE", "auto")
     if route not in ROUTES:
-        raise ValueError(f"WARPNORM_ROUTE is {route!r}, but must be one of {', '.join(ROUTES)}")
+        raise SettingError(f"WARPNORM_ROUTE is {route!r}, but must be one of {', '.join(ROUTES)}")
     root = os.environ.get("WARPNORM_CACHE_DIR")
     if root is None:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "warpnorm")
@@ -50,7 +52,7 @@ def override(**changes: Any) -> Iterator[Settings]:
     global _current
     before = current()
     if changes.get("route", "auto") not in ROUTES:
-        raise ValueError(f"route is {changes['route']!r}, but must be one of {', '.join(ROUTES)}")
+        raise SettingError(f"route is {changes['route']!r}, but must be one of {', '.join(ROUTES)}")
     _current = replace(before, **changes)
     try:
         yield _current

@@ -101,7 +101,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
     constants |= {"IS_CENTERED": problem.norm.is_centered}
     if plan.pattern == ROW:
         constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
-        constants |= {"IS_PERSISTENT": plan.programs > 0}
+        constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
         return BoundKernel(row_forward_kernel, arguments, constants, plan, device)
     constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     return BoundKernel(long_row_forward_kernel, arguments, constants, plan, device)
@@ -126,7 +126,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
         "gradients": _pointers(problem, written),
         "partials": tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.reduced),
     }
-    geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + written)}
+    geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + problem.gradients)}
     constants |= {"BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     if plan.pattern == ROW:
         constants |= {"BLOCK_ROWS": plan.block_rows, "SPLITS": plan.splits}
@@ -150,12 +150,11 @@ def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: i
         "STAGES": plan.stages,
     }
     operands = problem.operands + problem.grad_outputs
-    written = tuple(gradient for gradient in problem.gradients if gradient.axes == FULL)
     arguments = {
         "operands": _pointers(problem, operands),
         "sum_ptrs": _statistics(problem),
         "statistic_ptrs": _statistics(problem),
-        **_geometry(problem, operands + written),
+        **_geometry(problem, operands + problem.gradients),
     }
     return BoundKernel(long_row_sums_kernel, arguments, constants, plan, device)
 

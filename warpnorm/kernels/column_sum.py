@@ -23,4 +23,7 @@ def column_sum_kernel(
                 total += tl.load(
                     partials[i] + row_offsets[:, None] * width + col_offsets[None, :], mask=mask, other=0.0
                 )
-            tl.store(sums[i] + col_offsets, tl.sum(total, 0).to(sums[i].dtype.element_ty), mask=col_mask)
+            result = tl.sum(total, 0)
+            if sums[i].dtype.element_ty.primitive_bitwidth == 16:  # the halves by way of float32, also from float64
+                result = result.to(tl.float32)
+            tl.store(sums[i] + col_offsets, result.to(sums[i].dtype.element_ty), mask=col_mask)

@@ -22,7 +22,7 @@ from warpnorm.kernels.statistics import (
 def row_forward_kernel(
     operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    STORE: tl.constexpr, IS_CENTERED: tl.constexpr,
+    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, IS_PERSISTENT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
@@ -36,7 +36,7 @@ def row_forward_kernel(
             mask = row_mask[:, None] & col_mask[None, :]
             values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
             c = PROLOGUE(values, columns)  # (BLOCK_ROWS, BLOCK_COLS)
-            statistics = row_statistics(c, mask, cols, eps, IS_CENTERED)
+            statistics = row_statistics(c, mask, cols, eps, IS_CENTERED, IS_CORRECTED)
             store_statistics(statistic_ptrs, statistics, row_offsets, row_mask, IS_CENTERED)
             results = EPILOGUE(normalize(c, statistics, IS_CENTERED), values, columns)
             STORE(outputs, results, strides, sizes, row_offsets, col_offsets, mask)
@@ -47,7 +47,7 @@ def row_forward_kernel(
         values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
         columns = LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask)
         c = PROLOGUE(values, columns)
-        statistics = row_statistics(c, mask, cols, eps, IS_CENTERED)
+        statistics = row_statistics(c, mask, cols, eps, IS_CENTERED, IS_CORRECTED)
         store_statistics(statistic_ptrs, statistics, row_offsets, row_mask, IS_CENTERED)
         results = EPILOGUE(normalize(c, statistics, IS_CENTERED), values, columns)
         STORE(outputs, results, strides, sizes, row_offsets, col_offsets, mask)

@@ -11,32 +11,48 @@ def reciprocal_sqrt(value):
     # tl.sqrt and tl.rsqrt are approximate and flush subnormals in float32; one exact division a row costs nothing
     if value.dtype == tl.float64:
         return 1.0 / tl.sqrt(value)
-    return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), tl.sqrt_rn(value))
+    else:
+        return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), tl.sqrt_rn(value))
 
 
 @triton.jit
 def mean_of(total, count):
     if total.dtype == tl.float64:
         return total / count
-    return tl.div_rn(total, tl.zeros_like(total) + count)
+    else:
+        return tl.div_rn(total, tl.zeros_like(total) + count)
 
 
 @triton.jit
-def row_statistics(c, mask, cols, eps, IS_CENTERED: tl.constexpr):
+def mean_and_rstd(mean, deviation, squares, cols, eps, IS_CORRECTED: tl.constexpr):
+    """From deviations from the mean, weighted by their count, and their squares. The mean is rounded, and the mean of
+    the deviations is what it is off by: without it a row of equal values would not give zeros."""
+    variance = mean_of(tl.sum(squares, 1), cols)
+    if IS_CORRECTED:
+        shift = mean_of(tl.sum(deviation, 1), cols)
+        mean += shift
+        variance = tl.maximum(variance - shift * shift, 0.0)
+    return mean, reciprocal_sqrt(variance + eps)
+
+
+@triton.jit
+def row_statistics(c, mask, cols, eps, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr):
     """Of whole rows held in registers, in two steps: c is (rows, cols)."""
     c = tl.where(mask, c, 0.0)
     if IS_CENTERED:
         mean = mean_of(tl.sum(c, 1), cols)
         deviation = tl.where(mask, c - mean[:, None], 0.0)
-        return mean, reciprocal_sqrt(mean_of(tl.sum(deviation * deviation, 1), cols) + eps)
-    return (reciprocal_sqrt(mean_of(tl.sum(c * c, 1), cols) + eps),)
+        return mean_and_rstd(mean, deviation, deviation * deviation, cols, eps, IS_CORRECTED)
+    else:
+        return (reciprocal_sqrt(mean_of(tl.sum(c * c, 1), cols) + eps),)
 
 
 @triton.jit
 def normalize(c, statistics, IS_CENTERED: tl.constexpr):
     if IS_CENTERED:
         return (c - statistics[0][:, None]) * statistics[1][:, None]
-    return c * statistics[0][:, None]
+    else:
+        return c * statistics[0][:, None]
 
 
 @triton.jit
@@ -51,7 +67,8 @@ def load_statistics(statistic_ptrs, rows, row_mask, IS_CENTERED: tl.constexpr):
     first = tl.load(statistic_ptrs[0] + rows, mask=row_mask, other=0.0)
     if IS_CENTERED:
         return first, tl.load(statistic_ptrs[1] + rows, mask=row_mask, other=0.0)
-    return (first,)
+    else:
+        return (first,)
 
 
 @triton.jit
@@ -60,7 +77,8 @@ def start_walk(like, IS_CENTERED: tl.constexpr):
     in backward its own sums of gradient terms."""
     if IS_CENTERED:
         return tl.zeros_like(like), tl.zeros_like(like)
-    return (tl.zeros_like(like),)
+    else:
+        return (tl.zeros_like(like),)
 
 
 @triton.jit
@@ -70,7 +88,8 @@ def step_walk(state, c, mask, step, IS_CENTERED: tl.constexpr):
         delta = tl.where(mask, c - state[0], 0.0)
         mean = state[0] + delta / (step + 1)
         return mean, state[1] + tl.where(mask, delta * (c - mean), 0.0)
-    return (state[0] + tl.where(mask, c * c, 0.0),)
+    else:
+        return (state[0] + tl.where(mask, c * c, 0.0),)
 
 
 @triton.jit
@@ -79,9 +98,11 @@ def end_walk(state, lanes, cols, eps, IS_CENTERED: tl.constexpr, BLOCK_COLS: tl.
     if IS_CENTERED:
         count = ((cols - lanes + BLOCK_COLS - 1) // BLOCK_COLS).to(state[0].dtype)[None, :]
         mean = mean_of(tl.sum(count * state[0], 1), cols)
-        shift = state[0] - mean[:, None]
-        return mean, reciprocal_sqrt(mean_of(tl.sum(state[1] + count * shift * shift, 1), cols) + eps)
-    return (reciprocal_sqrt(mean_of(tl.sum(state[0], 1), cols) + eps),)
+        deviation = state[0] - mean[:, None]
+        weighted = count * deviation
+        return mean_and_rstd(mean, weighted, state[1] + weighted * deviation, cols, eps, True)
+    else:
+        return (reciprocal_sqrt(mean_of(tl.sum(state[0], 1), cols) + eps),)
 
 
 @triton.jit
@@ -89,14 +110,16 @@ def add_terms(state, grad_xhat, xhat, IS_CENTERED: tl.constexpr):
     """Add to every lane what must be summed over a row before its gradient is known."""
     if IS_CENTERED:
         return state[0] + grad_xhat * xhat, state[1] + grad_xhat
-    return (state[0] + grad_xhat * xhat,)
+    else:
+        return (state[0] + grad_xhat * xhat,)
 
 
 @triton.jit
 def sum_terms(state, IS_CENTERED: tl.constexpr):
     if IS_CENTERED:
         return tl.sum(state[0], 1), tl.sum(state[1], 1)
-    return (tl.sum(state[0], 1),)
+    else:
+        return (tl.sum(state[0], 1),)
 
 
 @triton.jit
@@ -106,4 +129,5 @@ def gradient(grad_xhat, xhat, sums, statistics, cols, IS_CENTERED: tl.constexpr)
     if IS_CENTERED:
         shift = mean_of(sums[1], cols)
         return (grad_xhat - shift[:, None] - xhat * slope[:, None]) * statistics[1][:, None]
-    return (grad_xhat - xhat * slope[:, None]) * statistics[0][:, None]
+    else:
+        return (grad_xhat - xhat * slope[:, None]) * statistics[0][:, None]

@@ -37,11 +37,14 @@ class Normalization(torch.autograd.Function):
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
         ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands), *statistics)
         ctx.mark_non_differentiable(*statistics)
+        ctx.set_materialize_grads(False)  # no zeros for the statistics, which have no gradient
         return (output, *statistics)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
         count = len(ctx.numbers)
+        if grad_output is None:
+            return (None,) * (2 + count)
         operands = _with_numbers(ctx.saved_tensors[:count], ctx.numbers)
         statistics = ctx.saved_tensors[count:]
         wanted = tuple(i for i in range(count) if ctx.needs_input_grad[2 + i])
@@ -102,5 +105,8 @@ def _with_numbers(tensors: Sequence[torch.Tensor | None], numbers: Sequence[floa
 
 
 def _as_input(tensor: torch.Tensor | None) -> Any:
-    """A tensor to differentiate by, itself where it is part of a graph already."""
-    return tensor if tensor is None or tensor.requires_grad else tensor.detach().requires_grad_()
+    """A tensor to differentiate by. An alias where it is part of a graph: the saved tensors may depend on each other,
+    and what is wanted are partial derivatives, which stop here."""
+    if tensor is None:
+        return None
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

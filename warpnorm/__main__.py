@@ -1,0 +1,7 @@
+"""`python -m warpnorm`."""
+
+import sys
+
+from warpnorm.cli import main
+
+sys.exit(main())

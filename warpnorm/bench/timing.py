@@ -1,0 +1,72 @@
+"""The time of one call: on a GPU the device's own, by replaying a CUDA graph of several calls; on a CPU wall time."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Timing(NamedTuple):
+    """Median milliseconds of one call, and how they were measured."""
+
+    ms: float
+    method: str
+
+
+def time_call(function: Callable[[], Any], device: str, seconds: float = 0.25) -> Timing:
+    if device == "cuda":
+        return _device_time(function, seconds)
+    function()
+    samples: list[float] = []
+    stop = time.perf_counter() + seconds
+    while len(samples) < 5 or (time.perf_counter() < stop and len(samples) < 1000):
+        start = time.perf_counter()
+        function()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return Timing(median(samples), "wall")
+
+
+def _device_time(function: Callable[[], Any], seconds: float) -> Timing:
+    for _ in range(3):
+        function()
+    torch.cuda.synchronize()
+    once = _events(function, 1)
+    calls = max(1, min(20, int(20 / max(once, 1e-3))))
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+            for _ in range(calls):
+                function()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        samples = [_events(function, calls) for _ in range(10)]
+        return Timing(median(samples), "events")
+    graph.replay()
+    repeats = max(5, min(50, int(seconds * 1e3 / max(once * calls, 1e-3))))
+    return Timing(median(_events(graph.replay, 1) / calls for _ in range(repeats)), "graph")
+
+
+def _events(function: Callable[[], Any], calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+def copy_bandwidth(device: str) -> float:
+    """Bytes a second, read and written, of a copy far larger than any cache."""
+    size = 1 << (30 if device == "cuda" else 27)
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
+    target = torch.empty_like(source).fill_(2)
+    if device == "cuda":
+        # not from a graph: there a copy becomes a node of the copy engine, a third slower
+        target.copy_(source)
+        ms = median(_events(lambda: target.copy_(source), 1) for _ in range(30))
+    else:
+        ms = time_call(lambda: target.copy_(source), device).ms
+    return 2 * size / ms * 1e3

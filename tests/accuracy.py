@@ -14,12 +14,10 @@ Wide = np.ndarray  # of np.longdouble
 
 
 class Truth(NamedTuple):
-    """An output as (rows, cols), and the gradients of input, weight and bias (a parameter is one row).
-    `terms` is the size of what the gradient of a row's input is a difference of; it may cancel to nothing."""
+    """An output as (rows, cols), and the gradients of input, weight and bias (a parameter is one row)."""
 
     output: Wide
     gradients: tuple[Wide, ...]
-    terms: Wide
 
 
 def widen(tensor: torch.Tensor, cols: int) -> Wide:
@@ -42,8 +40,7 @@ def exact(norm: Norm, col_dims: int, operands: tuple[torch.Tensor, ...], grad: t
     if norm.is_centered:
         grad_c = grad_c - grad_xhat.mean(1, keepdims=True)
     sums = ((g * xhat).sum(0, keepdims=True), g.sum(0, keepdims=True))
-    terms = np.abs(grad_xhat * rstd).max(1)
-    return Truth(output, (grad_c * rstd, *sums[: len(parameters)]), terms)
+    return Truth(output, (grad_c * rstd, *sums[: len(parameters)]))
 
 
 class Error(NamedTuple):
@@ -53,16 +50,14 @@ class Error(NamedTuple):
     largest: float
 
 
-def error_of(result: torch.Tensor, truth: Wide, terms: Wide | None = None) -> Error:
-    """Relative to the true row; where that is zero, to the `terms` that cancel in it."""
+def error_of(result: torch.Tensor, truth: Wide) -> Error:
     if truth.size == 0:
         return Error(0.0, 0.0)
     error = widen(result, truth.shape[1]) - truth
 
     def worst(norm: Callable[[Wide], Wide]) -> float:
         scale = norm(truth)
-        vanishing = 1 if terms is None else terms
-        return float((norm(error) / np.where(scale == 0, vanishing, scale)).max())
+        return float((norm(error) / np.where(scale == 0, 1, scale)).max())
 
     return Error(worst(lambda rows: np.sqrt((rows * rows).mean(1))), worst(lambda rows: np.abs(rows).max(1)))
 

@@ -96,9 +96,8 @@ def check_accuracy(
 
 
 def _errors(results: Results, truth: Truth) -> list[Error]:
-    input_error = error_of(results.gradients[0], truth.gradients[0], truth.terms)
-    parameters = zip(results.gradients[1:], truth.gradients[1:], strict=True)
-    return [error_of(results.output, truth.output), input_error, *(error_of(*pair) for pair in parameters)]
+    values = (results.output, *results.gradients)
+    return [error_of(value, exactly) for value, exactly in zip(values, (truth.output, *truth.gradients), strict=True)]
 
 
 def run_planned(

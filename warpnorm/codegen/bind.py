@@ -55,10 +55,16 @@ def _once(build: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BoundKernel:
-    """One kernel for one target. `index` is the GPU it will run on: modules are loaded once for each."""
+    """One kernel for one target, loaded on the GPU that is current at its first launch."""
 
     def __init__(
-        self, kernel: Any, arguments: dict[str, Any], constants: dict[str, Any], plan: Plan, device: Device
+        self,
+        kernel: Any,
+        arguments: dict[str, Any],
+        constants: dict[str, Any],
+        plan: Plan,
+        device: Device,
+        has_fused_multiply_add: bool = True,
     ) -> None:
         constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         self.kernel, self.constants = kernel, constants
@@ -68,7 +74,8 @@ class BoundKernel:
             signature |= dict.fromkeys(constants, "constexpr")
             source = ASTSource(kernel, signature, constants, _attributes(arguments))
             target = GPUTarget(device.backend, device.arch, device.warp_size)
-            self.compiled = triton.compile(source, target=target, options={"num_warps": plan.warps})
+            options = {"num_warps": plan.warps, "enable_fp_fusion": has_fused_multiply_add}
+            self.compiled = triton.compile(source, target=target, options=options)
 
     def launch(self, grid: tuple[int, int], *arguments: Any) -> None:
         """The device of the arguments must be the current one."""
@@ -130,7 +137,9 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
     constants |= {"BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     if plan.pattern == ROW:
         constants |= {"BLOCK_ROWS": plan.block_rows, "SPLITS": plan.splits}
-        return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device)
+        # The gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
+        is_fused = problem.cols_class > 1
+        return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device, is_fused)
     sums = {"sum_ptrs": _statistics(problem)}
     return BoundKernel(long_row_backward_kernel, arguments | sums | geometry, constants, plan, device)
 

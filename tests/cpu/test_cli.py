@@ -21,7 +21,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "default_device", lambda: "cpu")
     monkeypatch.setattr("warpnorm.cli.default_device", lambda: "cpu")
     monkeypatch.setattr(run, "copy_bandwidth", lambda device: 1e10)
-    monkeypatch.setattr(run, "time_call", lambda function, device, seconds: run_once(function))
+    monkeypatch.setattr(run, "time_calls", lambda functions, device, seconds: [run_once(f) for f in functions])
 
 
 def run_once(function) -> Timing:  # type: ignore[no-untyped-def]
@@ -81,14 +81,14 @@ def test_what_does_not_exist_is_named(command: list[str], capsys: pytest.Capture
 
 
 def test_an_interrupt_keeps_what_is_done(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
-    calls = iter(range(100))
+    rounds = iter(range(100))
 
-    def interrupted(function, device: str, seconds: float) -> Timing:  # type: ignore[no-untyped-def]
-        if next(calls) == 2:
+    def interrupted(functions, device: str, seconds: float) -> list[Timing]:  # type: ignore[no-untyped-def]
+        if next(rounds) == 1:
             raise KeyboardInterrupt
-        return run_once(function)
+        return [run_once(function) for function in functions]
 
-    monkeypatch.setattr(run, "time_call", interrupted)
+    monkeypatch.setattr(run, "time_calls", interrupted)
     assert main(["bench", "--rivals", "eager"]) == 130
     printed = capsys.readouterr().out
     assert "interrupted" in printed

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from warpnorm.bench.cases import DTYPE_NAMES, BenchCase
 from warpnorm.bench.check import Subject, is_right
 from warpnorm.bench.rivals import EAGER, OURS, Rival
-from warpnorm.bench.timing import copy_bandwidth, time_call
+from warpnorm.bench.timing import copy_bandwidth, time_calls
 
 
 @dataclass
@@ -92,13 +92,15 @@ def run_cases(
                 eager_error = subject.error(EAGER.build(case.norm))
                 for rival in contenders:
                     progress.update(task, description=f"{case.name}: {rival.name}")
-                    measurement = _measure(subject, rival, eager_error, device, run.copy_bandwidth, seconds)
-                    run.results[-1].measurements.append(measurement)
-                    progress.advance(task)
+                    run.results[-1].measurements.append(_check(subject, rival, eager_error))
+                    progress.advance(task, 0.5)
+                progress.update(task, description=case.name)
+                _time(subject, run.results[-1].measurements, contenders, run, seconds)
+                progress.advance(task, 0.5 * len(contenders))
                 del subject
         except KeyboardInterrupt:
             run.is_interrupted = True
-            run.results = [result for result in run.results if result.by(OURS.name)]
+            run.results.pop()  # the case that was cut short
     return run
 
 
@@ -114,22 +116,37 @@ def _own_stream(device: str) -> Iterator[None]:
         yield
 
 
-def _measure(
-    subject: Subject, rival: Rival, eager_error: float, device: str, bandwidth: float, seconds: float
-) -> Measurement:
-    case = subject.case
+def _check(subject: Subject, rival: Rival, eager_error: float) -> Measurement:
     found = Measurement(rival.name)
     try:
-        forward = rival.build(case.norm)
-        found.error = subject.error(forward)
-        found.is_right = is_right(found.error, eager_error, case.dtype)
-        if not found.is_right:
-            found.problem = f"wrong: error {found.error:.1e}, eager PyTorch's {eager_error:.1e}"
-            return found
-        timing = time_call(subject.timed(forward), device, seconds)
+        found.error = subject.error(rival.build(subject.case.norm))
     except Exception as error:  # whatever a rival raises is a row of the table
-        found.problem = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
+        found.problem = _in_a_line(error)
         return found
-    found.ms, found.method = timing
-    found.percent_of_copy = case.least_bytes / bandwidth * 1e3 / timing.ms * 100
+    found.is_right = is_right(found.error, eager_error, subject.case.dtype)
+    if not found.is_right:
+        found.problem = f"wrong: error {found.error:.1e}, eager PyTorch's {eager_error:.1e}"
     return found
+
+
+def _time(
+    subject: Subject, measurements: Sequence[Measurement], rivals: Sequence[Rival], run: Run, seconds: float
+) -> None:
+    """Whoever is right: on a GPU one after the other, on a CPU in turns."""
+    case = subject.case
+    right = [(m, rival) for m, rival in zip(measurements, rivals, strict=True) if m.is_right]
+    for group in [[pair] for pair in right] if run.device == "cuda" else [right]:
+        try:
+            calls = [subject.timed(rival.build(case.norm)) for _, rival in group]
+            timings = time_calls(calls, run.device, seconds) if calls else []
+        except Exception as error:
+            for measurement, _ in group:
+                measurement.problem = _in_a_line(error)
+            continue
+        for (measurement, _), timing in zip(group, timings, strict=True):
+            measurement.ms, measurement.method = timing
+            measurement.percent_of_copy = case.least_bytes / run.copy_bandwidth * 1e3 / timing.ms * 100
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"

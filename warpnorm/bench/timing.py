@@ -1,7 +1,7 @@
 """The time of one call: on a GPU the device's own, by replaying a CUDA graph of several calls; on a CPU wall time."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,17 +15,21 @@ class Timing(NamedTuple):
     method: str
 
 
-def time_call(function: Callable[[], Any], device: str, seconds: float = 0.25) -> Timing:
+def time_calls(functions: Sequence[Callable[[], Any]], device: str, seconds: float) -> list[Timing]:
+    """Each function for about `seconds`. On a CPU in turns, so that whatever else the machine does meets all alike."""
     if device == "cuda":
-        return _device_time(function, seconds)
-    function()
-    samples: list[float] = []
-    stop = time.perf_counter() + seconds
-    while len(samples) < 5 or (time.perf_counter() < stop and len(samples) < 1000):
-        start = time.perf_counter()
+        return [_device_time(function, seconds) for function in functions]
+    for function in functions:
         function()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return Timing(median(samples), "wall")
+    samples: list[list[float]] = [[] for _ in functions]
+    stop = time.perf_counter() + seconds * len(functions)
+    while len(samples[0]) < 5 or (time.perf_counter() < stop and len(samples[0]) < 1000):
+        turns = list(zip(functions, samples, strict=True))
+        for function, found in turns if len(samples[0]) % 2 else reversed(turns):  # nobody always comes first
+            start = time.perf_counter()
+            function()
+            found.append((time.perf_counter() - start) * 1e3)
+    return [Timing(median(found), "wall") for found in samples]
 
 
 def _device_time(function: Callable[[], Any], seconds: float) -> Timing:
@@ -68,5 +72,5 @@ def copy_bandwidth(device: str) -> float:
         target.copy_(source)
         ms = median(_events(lambda: target.copy_(source), 1) for _ in range(30))
     else:
-        ms = time_call(lambda: target.copy_(source), device).ms
+        ms = time_calls([lambda: target.copy_(source)], device, 0.25)[0].ms
     return 2 * size / ms * 1e3

@@ -17,9 +17,11 @@ lint: $(VENV)/.installed
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
-$(VENV)/.installed: pyproject.toml constraints.txt
+INSTALL := $(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+
+$(VENV)/.installed: pyproject.toml constraints.txt constraints-triton.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(INSTALL) --constraint constraints-triton.txt || $(INSTALL)
 	touch $@
 
 clean:

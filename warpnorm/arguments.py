@@ -1,6 +1,7 @@
 """What the user passed is checked here, at the border: every refusal is one sentence that says what was given and what
 is allowed, and is raised before anything is written."""
 
+import math
 import operator
 from collections.abc import Sequence
 from numbers import Integral, Real
@@ -85,6 +86,8 @@ def check_eps(name: str, eps: Any) -> float:
 def check_weight_offset(name: str, weight_offset: Any, weight: Any) -> float:
     if not isinstance(weight_offset, Real) or isinstance(weight_offset, bool):
         raise InputTypeError(f"{name}: weight_offset must be a float, but is a {type(weight_offset).__name__}")
+    if not math.isfinite(weight_offset):
+        raise InputError(f"{name}: weight_offset is {weight_offset}, but must be finite")
     if weight_offset and weight is None:
         raise InputError(f"{name}: weight_offset is {weight_offset}, but there is no weight to add it to")
     return float(weight_offset)
@@ -106,6 +109,8 @@ def check_out(name: str, out: Any, input: torch.Tensor, operands: Sequence[torch
         raise InputError(
             f"{name}: out= cannot be used where a gradient is needed; call it under torch.no_grad() or leave out= away"
         )
+    if out.is_neg():
+        raise InputError(f"{name}: out is a negated view (of a conjugate), but must be plain memory")
     if overlaps_itself(out):
         raise InputError(
             f"{name}: out has elements that share memory (strides {out.stride()}), so it cannot be written"
@@ -138,7 +143,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether the two share memory. Exact for two slices of one packed tensor; otherwise by the ranges they span."""
-    if a.numel() == 0 or b.numel() == 0 or a.device != b.device:
+    if a.numel() == 0 or b.numel() == 0 or a.device != b.device or a.is_meta:
         return False
     if a.data_ptr() + _span(a) <= b.data_ptr() or b.data_ptr() + _span(b) <= a.data_ptr():
         return False

@@ -55,7 +55,7 @@ def layer_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight, bias))
-    if pipeline.route(input) == "kernels":
+    if pipeline.route(input, weight, bias) == "kernels":
         results = _by_kernels(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, out)
     else:
         results = reference.layer_norm(input, shape, weight, bias, eps, weight_offset)
@@ -99,7 +99,7 @@ def rms_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight,))
-    if pipeline.route(input) == "kernels":
+    if pipeline.route(input, weight) == "kernels":
         results = _by_kernels(RMS_NORM, input, shape, weight, None, eps, weight_offset, out)
         return results if return_stats else results[0]
     output = reference.rms_norm(input, shape, weight, eps, weight_offset)
@@ -117,7 +117,13 @@ def _is_zero(weight_offset: float) -> bool:
 def _takes_operators(input: torch.Tensor) -> bool:
     """Whether a call without extras may go to PyTorch's operator unchecked: it is quicker than to check, and what the
     operator refuses is checked after all."""
-    return isinstance(input, torch.Tensor) and input.is_cpu and settings.current().route != "kernels"
+    is_plain = isinstance(input, torch.Tensor) and input.is_cpu and settings.current().route != "kernels"
+    return is_plain and not torch.compiler.is_compiling()  # a compiler would not see the refusal
+
+
+def _spread(parameter: torch.Tensor) -> torch.Tensor:
+    """An expanded parameter, which the kernels would take for a scalar, with a value for each column."""
+    return parameter.contiguous() if 0 in parameter.stride() else parameter
 
 
 def _by_kernels(
@@ -134,10 +140,10 @@ def _by_kernels(
     operands: list[torch.Tensor | float] = [input]
     axes = [FULL]
     if weight is not None:
-        operands.append(weight if isinstance(weight, torch.Tensor) else float(weight))
+        operands.append(_spread(weight) if isinstance(weight, torch.Tensor) else float(weight))
         axes.append(NUMBER if not isinstance(weight, torch.Tensor) else SCALAR if weight.ndim == 0 else COLUMN)
     if bias is not None:
-        operands.append(bias)
+        operands.append(_spread(bias))
         axes.append(COLUMN)
     epilogue = Affine(weight is not None, bias is not None, weight_offset)
     call = Call(norm, len(shape), eps, epilogue, tuple(axes))

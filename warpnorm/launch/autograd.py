@@ -45,8 +45,8 @@ class Normalization(torch.autograd.Function):
         count = len(ctx.numbers)
         if grad_output is None:
             return (None,) * (2 + count)
-        operands = _with_numbers(ctx.saved_tensors[:count], ctx.numbers)
-        statistics = ctx.saved_tensors[count:]
+        saved = ctx.saved_tensors  # once: each read unpacks anew, which checkpointing refuses
+        operands, statistics = _with_numbers(saved[:count], ctx.numbers), saved[count:]
         wanted = tuple(i for i in range(count) if ctx.needs_input_grad[2 + i])
         gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, grad_output, *operands)
         found = dict(zip(wanted, gradients, strict=True))

@@ -24,7 +24,7 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
         # One warp reduces without shared memory. LayerNorm at 256: 94 with one warp, 88 with two
         return Plan(ROW, 1024 // cols, cols, 1)
     # 32 elements a thread keep the loads of a whole row in flight. RMSNorm at 8192: 96 with 8 warps, 76 with 16
-    warps = max(2, cols // 1024)
+    warps = max(2, cols * _words(problem) // 1024)
     # The reductions of a centred norm leave a lone program idle: keep the next rows in flight. LayerNorm at 4096: 92
     # persistent, 77 with one program a row; RMSNorm at 8192: 91 and 96, at 16384: 90 and 71; in fp32, which has half the
     # arithmetic for a byte, RMSNorm at 4096: 92 and 97, at 16384: 88 and 93

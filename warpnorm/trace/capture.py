@@ -1,5 +1,6 @@
 """A function of tensors becomes the graph of its elementwise operators, by `make_fx` over fake tensors."""
 
+import threading
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -14,9 +15,30 @@ from warpnorm.trace.graph import from_fx
 # Full shape for every input: the sums over broadcast axes are the kernel's work, not the graph's.
 PROBE_SHAPE = (2, 3)
 
+_lock = threading.Lock()
+
 
 def pointwise(function: Callable[..., Any], inputs: Sequence[str]) -> Graph:
-    """The graph of `function`, called with one full-shaped tensor for each name in `inputs`."""
+    """The graph of `function`, called with one full-shaped tensor for each name in `inputs`. Traced in a thread of its
+    own, one at a time: tracing patches global state, and the caller's modes, hooks and default device are its own."""
+    traced: list[Graph | BaseException] = []
+
+    def trace() -> None:
+        try:
+            traced.append(_trace(function, inputs))
+        except BaseException as error:
+            traced.append(error)
+
+    with _lock:
+        thread = threading.Thread(target=trace, name="warpnorm-trace")
+        thread.start()
+        thread.join()
+    if isinstance(traced[0], BaseException):
+        raise traced[0]
+    return traced[0]
+
+
+def _trace(function: Callable[..., Any], inputs: Sequence[str]) -> Graph:
     probes = [torch.empty(PROBE_SHAPE, dtype=torch.float64) for _ in inputs]
     primitives: Any = core_aten_decompositions()
     traced = make_fx(function, decomposition_table=primitives, tracing_mode="fake")(*probes)

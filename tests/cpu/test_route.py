@@ -1,0 +1,91 @@
+"""Which path a call takes: what looks like a GPU tensor goes to the kernels, unless something traces or transforms the
+call. No GPU is needed to ask."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+
+import warpnorm
+from warpnorm import pipeline, settings
+from warpnorm.errors import UnavailableError
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """A tensor that says it is on a GPU."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(settings, "is_interpreting", lambda: False)
+    monkeypatch.setattr(pipeline, "has_triton", lambda: True)
+    return torch.randn(2, 8)
+
+
+def test_a_plain_call_takes_the_kernels(gpu: torch.Tensor) -> None:
+    assert pipeline.route(gpu, torch.nn.Parameter(torch.ones(8)), None, 2.0) == "kernels"
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def test_subclasses_and_fakes_do_not(gpu: torch.Tensor) -> None:
+    assert pipeline.route(gpu.as_subclass(Subclass)) == "reference"
+    assert pipeline.route(gpu, gpu.as_subclass(Subclass)) == "reference"
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.randn(2, 8))
+        assert pipeline.route(fake) == "reference"
+
+
+def seen(inside: Callable[[Callable[[torch.Tensor], torch.Tensor]], object], gpu: torch.Tensor) -> list[str]:
+    routes = []
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        routes.append(pipeline.route(gpu))
+        return x * 1
+
+    inside(norm)
+    return routes
+
+
+def test_transforms_do_not(gpu: torch.Tensor) -> None:
+    assert seen(lambda norm: torch.func.vmap(norm)(torch.randn(2, 8)), gpu) == ["reference"]
+    assert seen(lambda norm: torch.func.grad(lambda x: norm(x).sum())(torch.randn(8)), gpu) == ["reference"]
+    assert set(seen(lambda norm: torch.jit.trace(norm, torch.randn(8)), gpu)[:1]) == {"reference"}
+    with forward_ad.dual_level():
+        assert pipeline.route(gpu) == "reference"
+    assert pipeline.route(gpu) == "kernels"
+
+
+def test_interpreter_and_missing_triton(gpu: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "is_interpreting", lambda: True)
+    assert pipeline.route(gpu) == "reference"
+    monkeypatch.setattr(pipeline, "has_triton", lambda: False)
+    assert pipeline.route(gpu) == "reference"
+    with settings.override(route="kernels"), pytest.raises(UnavailableError, match="Triton"):
+        pipeline.route(gpu)
+
+
+def test_forced_kernels_refuse_a_cpu_tensor() -> None:
+    with settings.override(route="kernels"), pytest.raises(UnavailableError, match="input is on cpu"):
+        warpnorm.layer_norm(torch.randn(2, 8), (8,))
+
+
+def test_compiled_calls_take_what_plain_ones_take() -> None:
+    x, w = torch.randn(4, 8), torch.randn(8, dtype=torch.float64)
+    for function in (warpnorm.layer_norm, warpnorm.rms_norm):
+        compiled = torch.compile(lambda x, w, f=function: f(x, (8,), w), backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x, w), function(x, (8,), w))
+
+
+def test_out_on_meta() -> None:
+    x = torch.randn(2, 4, device="meta")
+    out = torch.empty_like(x)
+    assert warpnorm.layer_norm(x, (4,), torch.ones(4, device="meta"), out=out) is out
+
+
+@pytest.mark.parametrize("offset", [float("inf"), float("nan")])
+def test_weight_offset_is_finite(offset: float) -> None:
+    with pytest.raises(warpnorm.InputError, match=r"rms_norm: weight_offset is .* but must be finite"):
+        warpnorm.rms_norm(torch.randn(2, 4), (4,), torch.ones(4), weight_offset=offset)

@@ -63,7 +63,9 @@ def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand
         # with two rows and one warp, 51 and 32 with eight and eight; at 512: 93 and 93, 73 and 48 with four and eight
         block_rows, warps = 2, 1
     else:
-        block_rows, warps = 1, min(cols // 512, 16)  # at 1024: 93 and 93; at 2048: 97 and 90; at 8192: 97 and 94
+        # RMSNorm and LayerNorm at 1024: 93 and 93; at 2048: 97 and 90; at 8192: 97 and 94
+        words = 1 if problem.has_vectors else _words(problem)  # addresses and float64 together would spill
+        block_rows, warps = 1, min(cols * words // 512, 16)
     stage_bytes = _loaded_bytes(loads, block_rows * cols)
     if cols == 4096 and itemsize == 2 and len(problem.reduced) > 1 and problem.has_vectors:
         # Two accumulators keep one program busy while the other loads: LayerNorm 91, and 79 with one program of 8 warps;

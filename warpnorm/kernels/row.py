@@ -1,7 +1,8 @@
-"""Access pattern `row`: a tile of whole rows in the registers of one program, each element read once and written once.
-Programs are persistent: they walk rows, the loads of the next ones in flight (STAGES deep) while this one is reduced,
-and backward keeps the sums over rows in registers. Where those would not fit, SPLITS programs share a row: each reads
-it whole for its sums (HBM serves it once, L2 the others) and writes the gradients of its own BLOCK_COLS columns."""
+"""Access pattern `row`: a tile of whole rows in the registers of one program, each element read once and written
+once. Backward programs are persistent, and forward ones where the plan says so: they walk rows, the loads of the next
+ones in flight (STAGES deep) while this one is reduced, and backward keeps the sums over rows in registers. Where
+those would not fit, SPLITS programs share a row: each reads it whole for its sums (HBM serves it once, L2 the others)
+and writes the gradients of its own BLOCK_COLS columns."""
 
 import triton
 import triton.language as tl

@@ -56,7 +56,7 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
 def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...]) -> Plan:
     cols, itemsize = problem.cols_class, _itemsize(problem)
     if cols <= 128:
-        # Several rows for each warp. At 128: RMSNorm 95, LayerNorm 92; with 4 warps at the most 88 and 83
+        # Several rows for each warp. At 128: RMSNorm 95, LayerNorm 92; with 4 warps at the most 88 and 80
         block_rows, warps = 4096 // itemsize // cols, 8
     elif cols <= 512:
         # A tile with warps above and beside each other is laid out anew for every row. At 256: RMSNorm 88, LayerNorm 89

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import warpnorm
-from kernel_contracts.running import NORMS, check_accuracy, operands_for, ours
+from kernel_contracts.running import NORMS, check_accuracy, operands_for, ours, run
 from warpnorm.norms import LAYER_NORM, Norm
 
 
@@ -144,3 +144,18 @@ def test_graph_capture(device: str) -> None:
         result.detach().fill_(float("nan"))
     graph.replay()
     assert all(result.equal(wanted) for result, wanted in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", [4096, 16_384])
+def test_thousands_of_rows_are_repeatable_and_batch_invariant(cols: int, norm: Norm, device: str) -> None:
+    """Every persistent program walks many rows here, with loads of the next ones in flight."""
+    operands = operands_for(norm, torch.randn(4099, cols, device=device).bfloat16(), 1)
+    grad = torch.randn(4099, cols, device=device).bfloat16()
+    first = run(ours, norm, 1, operands, grad)
+    for _ in range(3):
+        again = run(ours, norm, 1, operands, grad)
+        assert again.output.equal(first.output)
+        assert all(a.equal(b) for a, b in zip(again.gradients, first.gradients, strict=True))
+    for rows in (1, 100, 2000):
+        assert ours(norm, 1, operands[0][:rows], *operands[1:]).equal(first.output[:rows])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import warpnorm
 from cases import CASES, DTYPES, Case
 from kernel_contracts.running import NORMS, check_accuracy, gradient_for, operands_for, ours, run
 from warpnorm.norms import LAYER_NORM, Norm
@@ -58,3 +59,13 @@ def test_nan_and_inf_stay_in_their_row(cols: int, norm: Norm, bad: float, device
         assert results[1].output[2].isnan().all()
     else:
         assert results[1].output[2].isnan().sum() == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [24, 8_201])
+def test_statistics_of_a_row_with_nan_are_nan(cols: int, dtype: torch.dtype, device: str) -> None:
+    input = torch.randn(3, cols).to(device, dtype)
+    input[1, 5] = float("nan")
+    _, mean, rstd = warpnorm.layer_norm(input, (cols,), return_stats=True)
+    for statistic in (mean, rstd, warpnorm.rms_norm(input, (cols,), return_stats=True)[1]):
+        assert statistic.view(-1).isnan().tolist() == [False, True, False]

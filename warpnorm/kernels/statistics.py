@@ -31,7 +31,8 @@ def mean_and_rstd(mean, deviation, squares, cols, eps, IS_CORRECTED: tl.constexp
     if IS_CORRECTED:
         shift = mean_of(tl.sum(deviation, 1), cols)
         mean += shift
-        variance = tl.maximum(variance - shift * shift, 0.0)
+        variance -= shift * shift
+        variance = tl.where(variance < 0.0, 0.0, variance)  # unlike a maximum, this keeps NaN
     return mean, reciprocal_sqrt(variance + eps)
 
 

@@ -4,18 +4,31 @@
 """
 
 from warpnorm import nn
-from warpnorm.errors import InputError, InputTypeError, OperatorError, SettingError, UnavailableError, WarpnormError
+from warpnorm.errors import (
+    FusionError,
+    InputError,
+    InputTypeError,
+    OperatorError,
+    SettingError,
+    UnavailableError,
+    WarpnormError,
+)
+from warpnorm.explain import explain
 from warpnorm.functional import layer_norm, rms_norm
+from warpnorm.fuse import fuse
 from warpnorm.version import VERSION
 
 __version__ = VERSION
 __all__ = [
+    "FusionError",
     "InputError",
     "InputTypeError",
     "OperatorError",
     "SettingError",
     "UnavailableError",
     "WarpnormError",
+    "explain",
+    "fuse",
     "layer_norm",
     "nn",
     "rms_norm",

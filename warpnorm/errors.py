@@ -17,6 +17,10 @@ class OperatorError(WarpnormError, NotImplementedError):
     """An operator without a row in `trace/operators.py` stands in a traced function."""
 
 
+class FusionError(WarpnormError, RuntimeError):
+    """A function that cannot become one kernel; says which operator, where it stands, why, and what to do."""
+
+
 class UnavailableError(WarpnormError, RuntimeError):
     """The kernels were asked for where they cannot run."""
 

@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from warpnorm import arguments, pipeline, reference, settings
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, Call
-from warpnorm.reference import Affine
+from warpnorm.reference import Affine, Itself
 
 Shape = int | Sequence[int]
 # What PyTorch's operators raise on input that the checked path below either takes or refuses in one clear sentence.
@@ -40,6 +41,11 @@ def layer_norm(
     `weight` may also be a number or a tensor without dimensions; weight and bias may have another dtype than `input`.
     The result has the dtype of `input`.
     """
+    if has_torch_function_unary(input):
+        return handle_torch_function(
+            layer_norm, (input,), input, normalized_shape, weight, bias, eps,
+            normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
+        )  # fmt: skip
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
     if is_plain and _takes_operators(input):
         try:
@@ -82,6 +88,11 @@ def rms_norm(
     The keywords `normalized_dim`, `out`, `weight_offset` and `return_stats` (here `(output, rstd)`) are those of
     `layer_norm`, and so are the weights and dtypes that it takes.
     """
+    if has_torch_function_unary(input):
+        return handle_torch_function(
+            rms_norm, (input,), input, normalized_shape, weight, eps,
+            normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
+        )  # fmt: skip
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
     if is_plain and _takes_operators(input) and (weight is None or getattr(weight, "dtype", None) is input.dtype):
         try:
@@ -146,7 +157,7 @@ def _by_kernels(
         operands.append(_spread(bias))
         axes.append(COLUMN)
     epilogue = Affine(weight is not None, bias is not None, weight_offset)
-    call = Call(norm, len(shape), eps, epilogue, tuple(axes))
+    call = Call(norm, len(shape), eps, Itself(), epilogue, tuple(axes), (input.dtype,))
     output, *statistics = pipeline.normalize(call, operands, out)
     stat_shape = (*input.shape[: input.ndim - len(shape)], *(1 for _ in shape))
     return output, *(statistic.view(stat_shape) for statistic in statistics)

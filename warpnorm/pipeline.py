@@ -21,7 +21,8 @@ from warpnorm.launch.autograd import Normalization
 from warpnorm.plan import choose
 from warpnorm.plan import device as devices
 from warpnorm.plan.plan import Plan
-from warpnorm.problem import Call, View, describe_backward, describe_forward
+from warpnorm.problem import BackwardProblem, Call, ForwardProblem, View, compute_dtype
+from warpnorm.space import Gradients, Space, contiguous, describe_backward, describe_forward, shape_of
 from warpnorm.trace import capture, differentiate
 
 if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported where it is used
@@ -67,47 +68,49 @@ def has_triton() -> bool:
 
 
 def normalize(call: Call, operands: Tensors, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """(output, *statistics) of a call, by the kernels; differentiable unless it writes into `out`."""
+    """(*outputs, *statistics) of a call, by the kernels; differentiable unless it writes into `out`."""
     if (
         out is None
         and torch.is_grad_enabled()
         and any(isinstance(o, torch.Tensor) and o.requires_grad for o in operands)
     ):
         return Normalization.apply(sys.modules[__name__], call, *operands)
-    output, statistics = forward(call, operands, out)
+    outputs, statistics = forward(call, operands, out)
     if out is not None:
         torch.autograd.graph.increment_version(out)  # so that autograd knows whoever saved its old values
-    return output, *statistics
+    return *outputs, *statistics
 
 
 def forward(
     call: Call, operands: Tensors, out: torch.Tensor | None = None, plan: Plan | None = None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     operands = [in_memory(operand) for operand in operands]
-    input = operands[0]
-    assert isinstance(input, torch.Tensor)
-    output = torch.empty(input.shape, dtype=input.dtype, device=input.device) if out is None else out
-    views = tuple(View.of(tensor) for tensor in (*operands, output))
-    launch = prepare_forward(call, views, input.device, plan)
-    return output, launch(operands, (output,))
+    views = tuple(View.of(operand) for operand in operands)
+    device = device_of(operands)
+    shape = shape_of(views)
+    outputs = (out,) if out is not None else tuple(torch.empty(shape, dtype=d, device=device) for d in call.outputs)
+    launch = prepare_forward(call, (*views, *map(View.of, outputs)), device, plan)
+    return outputs, launch(operands, outputs)
 
 
 def backward(
     call: Call,
     operands: Tensors,
-    grad_output: torch.Tensor,
+    grad_outputs: Sequence[torch.Tensor | None],
     statistics: Sequence[torch.Tensor],
     wanted: tuple[int, ...],
     plan: Plan | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """The gradients of the operands in `wanted`."""
+) -> dict[int, torch.Tensor]:
+    """The gradients of the operands in `wanted`; those that do not depend on any output are left out."""
     operands = [in_memory(operand) for operand in operands]
-    grad_output = grad_output.resolve_neg()
-    gradients = tuple(torch.empty(o.shape, dtype=o.dtype, device=o.device) for o in (operands[i] for i in wanted))  # type: ignore[union-attr]
-    views = tuple(View.of(tensor) for tensor in (*operands, grad_output, *gradients))
-    launch = prepare_backward(call, views, grad_output.device, wanted, plan)
-    launch(operands, (grad_output,), statistics, gradients)
-    return gradients
+    given = tuple(i for i, grad in enumerate(grad_outputs) if grad is not None)
+    grads = tuple(grad.resolve_neg() for grad in grad_outputs if grad is not None)
+    views = tuple(View.of(tensor) for tensor in (*operands, *grads))
+    launch = prepare_backward(call, views, grads[0].device, given, wanted, plan)
+    found = {i: torch.empty_like(operands[i], memory_format=torch.contiguous_format) for i in launch.problem.wanted}  # type: ignore[arg-type]
+    if found:
+        launch(operands, grads, statistics, tuple(found.values()))
+    return found
 
 
 def in_memory(operand: torch.Tensor | float) -> torch.Tensor | float:
@@ -115,13 +118,16 @@ def in_memory(operand: torch.Tensor | float) -> torch.Tensor | float:
     return operand.resolve_neg() if isinstance(operand, torch.Tensor) else operand
 
 
+def device_of(operands: Tensors) -> torch.device:
+    return next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
+
+
 @lru_cache(maxsize=4096)
 def prepare_forward(call: Call, views: tuple[View, ...], device: torch.device, plan: Plan | None) -> "ForwardLaunch":
     from warpnorm.codegen import bind
     from warpnorm.launch.forward import ForwardLaunch
 
-    graphs = capture.forward_graphs(call.epilogue, len(call.axes))
-    problem, space = describe_forward(call, views, graphs)
+    problem, space = forward_problem(call, views)
     target = devices.of(device)
     plan = plan or choose.forward(problem, target)
     kernel = bind.forward(problem, plan, target, device.index)
@@ -130,13 +136,17 @@ def prepare_forward(call: Call, views: tuple[View, ...], device: torch.device, p
 
 @lru_cache(maxsize=4096)
 def prepare_backward(
-    call: Call, views: tuple[View, ...], device: torch.device, wanted: tuple[int, ...], plan: Plan | None
+    call: Call,
+    views: tuple[View, ...],
+    device: torch.device,
+    given: tuple[int, ...],
+    wanted: tuple[int, ...],
+    plan: Plan | None,
 ) -> "BackwardLaunch":
     from warpnorm.codegen import bind
     from warpnorm.launch.backward import BackwardLaunch
 
-    graphs = differentiate.backward_graphs(call.epilogue, len(call.axes), wanted)
-    problem, space = describe_backward(call, views, wanted, graphs)
+    problem, space = backward_problem(call, views, given, wanted)
     target = devices.of(device)
     plan = plan or choose.backward(problem, target)
     kernel = bind.backward(problem, plan, target, device.index)
@@ -144,3 +154,26 @@ def prepare_backward(
     sum_plan = choose.column_sum(problem, target)
     column_sum = bind.column_sum(problem, sum_plan, target, device.index)
     return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)
+
+
+def forward_problem(call: Call, views: Sequence[View]) -> tuple[ForwardProblem, Space]:
+    """`views` are those of the operands, then of the outputs."""
+    graphs = capture.forward_graphs(call.prologue, call.epilogue, *inside(call, views))
+    return describe_forward(call, views, graphs)
+
+
+def backward_problem(
+    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...]
+) -> tuple[BackwardProblem, Space]:
+    """`views` are those of the operands, then of the gradients of the outputs in `given`."""
+    operands, dtypes = views[: len(call.axes)], inside(call, views)
+    gradients = Gradients.of(capture.forward_graphs(call.prologue, call.epilogue, *dtypes), given, wanted)
+    graphs = differentiate.backward_graphs(call.prologue, call.epilogue, *dtypes, gradients)
+    written = (contiguous(operands[i]) for i in gradients.wanted)
+    return describe_backward(call, (*views, *written), gradients, graphs)
+
+
+def inside(call: Call, views: Sequence[View]) -> tuple[tuple[torch.dtype, ...], torch.dtype]:
+    """The dtypes of the operands inside a kernel, and that of computation."""
+    compute = compute_dtype([call.compute, *(view.dtype for view in views)])
+    return capture.probe_dtypes([view.dtype for view in views[: len(call.axes)]], compute), compute

@@ -2,10 +2,19 @@
 number of times; `layer_norm` and `rms_norm` are what runs where there is no GPU, by PyTorch's own fused operators."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from warpnorm.problem import Call, compute_dtype
+
+
+@dataclass(frozen=True)
+class Itself:
+    """The prologue of the plain norms: their input as it is."""
+
+    def __call__(self, *operands: Any) -> torch.Tensor:
+        return operands[0]
 
 
 @dataclass(frozen=True)
@@ -16,26 +25,28 @@ class Affine:
     has_bias: bool
     weight_offset: float = 0.0
 
-    def __call__(self, xhat: torch.Tensor, *operands: torch.Tensor | float) -> torch.Tensor:
-        remaining = iter(operands)
+    def __call__(self, *values: Any) -> tuple[torch.Tensor, ...]:
+        xhat, _, _, *parameters = values  # beside it c, and the input once more
+        remaining = iter(parameters)
         if self.has_weight:
             weight = next(remaining)
             xhat = xhat * (weight + self.weight_offset if self.weight_offset else weight)
         if self.has_bias:
             xhat = xhat + next(remaining)
-        return xhat
+        return (xhat,)
 
 
-def composite(call: Call, input: torch.Tensor, *operands: torch.Tensor | float) -> torch.Tensor:
+def composite(call: Call, *operands: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
     """The call as its definition reads, in float32 (float64 where anything is float64), rounded once at the end."""
-    compute = compute_dtype([t.dtype for t in (input, *operands) if isinstance(t, torch.Tensor)])
-    c = input.to(compute)
+    compute = compute_dtype([call.compute, *(t.dtype for t in operands if isinstance(t, torch.Tensor))])
+    wide = [t.to(compute) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in operands]
+    c = deviation = call.prologue(*wide)
     dims = tuple(range(-call.col_dims, 0))
     if call.norm.is_centered:
-        c = c - c.mean(dims, keepdim=True)
-    xhat = c * torch.rsqrt(c.square().mean(dims, keepdim=True) + call.eps)
-    wide = [t.to(compute) if isinstance(t, torch.Tensor) else t for t in operands]
-    return call.epilogue(xhat, *wide).to(input.dtype)
+        deviation = c - c.mean(dims, keepdim=True)
+    xhat = deviation * torch.rsqrt(deviation.square().mean(dims, keepdim=True) + call.eps)
+    results = call.epilogue(xhat, c, *wide)
+    return tuple(result.to(dtype) for result, dtype in zip(results, call.outputs, strict=True))
 
 
 def layer_norm(

@@ -10,23 +10,14 @@ import pytest
 import torch
 import triton
 
+from warpnorm import pipeline
 from warpnorm.codegen import bind
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan import choose
 from warpnorm.plan.device import KNOWN, Device
 from warpnorm.plan.plan import ROW, Plan
-from warpnorm.problem import (
-    COLUMN,
-    FULL,
-    BackwardProblem,
-    Call,
-    ForwardProblem,
-    View,
-    describe_backward,
-    describe_forward,
-)
-from warpnorm.reference import Affine
-from warpnorm.trace import capture, differentiate
+from warpnorm.problem import COLUMN, FULL, BackwardProblem, Call, ForwardProblem, View
+from warpnorm.reference import Affine, Itself
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 NVIDIA = ("sm_80", "sm_90", "sm_100")
@@ -36,20 +27,18 @@ NORMS = (LAYER_NORM, RMS_NORM)
 def call_and_views(norm: Norm, cols: int, dtype: torch.dtype, rows: int = 64) -> tuple[Call, tuple[View, ...]]:
     """A norm with all its parameters on contiguous operands."""
     count = 3 if norm.is_centered else 2
-    call = Call(norm, 1, 1e-5, Affine(True, count == 3), (FULL, COLUMN, COLUMN)[:count])
+    call = Call(norm, 1, 1e-5, Itself(), Affine(True, count == 3), (FULL, COLUMN, COLUMN)[:count], (dtype,))
     return call, (View((rows, cols), (cols, 1), dtype, True), *[View((cols,), (1,), dtype, True)] * (count - 1))
 
 
-def forward_problem(norm: Norm, cols: int, dtype: torch.dtype) -> ForwardProblem:
-    call, views = call_and_views(norm, cols, dtype)
-    return describe_forward(call, (*views, views[0]), capture.forward_graphs(call.epilogue, len(views)))[0]
+def forward_problem(norm: Norm, cols: int, dtype: torch.dtype, rows: int = 64) -> ForwardProblem:
+    call, views = call_and_views(norm, cols, dtype, rows)
+    return pipeline.forward_problem(call, (*views, views[0]))[0]
 
 
 def backward_problem(norm: Norm, cols: int, dtype: torch.dtype) -> BackwardProblem:
     call, views = call_and_views(norm, cols, dtype)
-    wanted = tuple(range(len(views)))
-    graphs = differentiate.backward_graphs(call.epilogue, len(views), wanted)
-    return describe_backward(call, (*views, views[0], *views), wanted, graphs)[0]
+    return pipeline.backward_problem(call, (*views, views[0]), (0,), tuple(range(len(views))))[0]
 
 
 def compile_both(norm: Norm, cols: int, dtype: torch.dtype, device: Device) -> list[tuple[str, Plan, object]]:
@@ -144,10 +133,6 @@ def test_plans_fit_the_shared_memory(target: str) -> None:
 def test_plans_do_not_depend_on_the_rows() -> None:
     device = KNOWN["sm_90"]
     for cols in (1, 100, 4096, 16384, 100_000):
-        problems = set()
-        for rows in (1, 2, 3, 1000, 1 << 20):
-            call, views = call_and_views(LAYER_NORM, cols, torch.bfloat16, rows)
-            graphs = capture.forward_graphs(call.epilogue, len(views))
-            problems.add(describe_forward(call, (*views, views[0]), graphs)[0])
+        problems = {forward_problem(LAYER_NORM, cols, torch.bfloat16, rows) for rows in (1, 2, 3, 1000, 1 << 20)}
         assert len({choose.forward(problem, device) for problem in problems}) == 1
         assert len(problems) == 1

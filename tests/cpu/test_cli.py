@@ -33,15 +33,18 @@ def test_demo_covers_every_norm_and_dtype(capsys: pytest.CaptureFixture[str]) ->
     assert main(["demo"]) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("│")]
-    assert len(rows) == 2 * len(norms.ALL) * 4
-    for word in (*(norm.name for norm in norms.ALL), "fp64", "fp32", "fp16", "bf16", "backward", "right"):
+    assert len(rows) == 2 * (len(norms.ALL) + 1) * 4  # and a fused form
+    for word in (*(norm.name for norm in norms.ALL), "swish", "fp64", "fp32", "fp16", "bf16", "backward", "right"):
         assert word in printed
     assert "PyTorch's own operators" in printed
 
 
-def wrong(norm: norms.Norm) -> rivals.Forward:
-    right = rivals.EAGER.build(norm)
-    return lambda *operands: right(*operands) * 1.01
+def wrong(workload: cases.Workload) -> rivals.Forward:
+    def slightly(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = workload.function(*operands)
+        return tuple(result * 1.01 for result in (results if isinstance(results, tuple) else (results,)))
+
+    return slightly
 
 
 @pytest.mark.parametrize("command", [["demo"], ["bench", "--rivals", "eager"]])
@@ -52,7 +55,7 @@ def test_a_wrong_result_is_said_and_fails(command: list[str], monkeypatch, capsy
 
 
 def test_a_rival_that_raises_is_a_row(monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
-    def broken(norm: norms.Norm) -> rivals.Forward:
+    def broken(workload: cases.Workload) -> rivals.Forward:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(rivals, "ALL", (rivals.EAGER, rivals.Rival("broken", broken, lambda device: None)))
@@ -66,6 +69,12 @@ def test_a_rival_that_raises_is_a_row(monkeypatch, tmp_path: Path, capsys: pytes
     assert by_name["warpnorm"]["is_right"]
     assert by_name["warpnorm"]["percent_of_copy"] == pytest.approx(result["least_bytes"] / 1e10 * 1e5)
     assert by_name["broken"]["ms"] is None
+
+
+def test_a_rival_without_such_a_function_is_not_timed(monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(rivals, "ALL", (rivals.Rival("narrow", lambda workload: None, lambda device: None),))
+    assert main(["bench", "--only", "swish_layer_norm forward 1024"]) == 0
+    assert " - " in capsys.readouterr().out
 
 
 def test_missing_rivals_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +105,7 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, capsys: pytest.CaptureFixt
 
 
 def test_least_bytes_counts_each_tensor_once() -> None:
-    case = cases.BenchCase(norms.RMS_NORM, cases.BACKWARD, (10, 20), torch.bfloat16, why="input, gradient, gradient")
+    case = cases.BenchCase(cases.RMS, cases.BACKWARD, (10, 20), torch.bfloat16, why="input, gradient, gradient")
     assert case.least_bytes == 3 * 10 * 20 * 2
 
 

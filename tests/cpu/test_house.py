@@ -11,14 +11,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "warpnorm"
 FILES = sorted(ROOT.rglob("*.py"))
 LINE = (
-    "errors, settings < problem, norms < reference, trace < plan < kernels < codegen < launch, cpu < pipeline"
+    "errors, settings < problem, norms, space < reference, trace < plan < kernels < codegen < launch, cpu < pipeline"
     " < functional, fuse, explain < nn < parallel, integrate < bench < cli"
 )
 LEVEL = {name.strip(): level for level, names in enumerate(LINE.split("<")) for name in names.split(",")}
 LEVEL |= {"version": 0, "arguments": LEVEL["functional"], "__init__": len(LEVEL), "__main__": len(LEVEL)}
 NEIGHBOURS = {
     ("problem", "norms"),
+    ("space", "problem"),
+    ("space", "norms"),
     ("functional", "arguments"),
+    ("explain", "fuse"),
+    ("fuse", "functional"),
+    ("explain", "fuse"),
     ("settings", "errors"),
 }  # who may import whom on one level
 LONGEST_FILE = 500  # lines
@@ -84,6 +89,8 @@ OFFENCES = [
     Offence("upwards", "warpnorm.problem", "from warpnorm.plan import choose", "a lower level imports a higher one"),
     Offence("same_level", "warpnorm.trace.graph", "import warpnorm.reference", "neighbours do not know each other"),
     Offence("wrong_way_round", "warpnorm.norms", "import warpnorm.problem", "problem may import norms, not so back"),
+    Offence("space_below", "warpnorm.problem", "from warpnorm.space import Space", "the records know no layout"),
+    Offence("fuse_below", "warpnorm.functional", "from warpnorm.fuse import fuse", "the norms do not need fusion"),
     Offence("from_the_top", "warpnorm.nn", "from warpnorm import layer_norm", "a name of the public package"),
     Offence("in_function", "warpnorm.kernels.row", "def f():\n    from warpnorm.codegen import bind", "hidden inside"),
     Offence(

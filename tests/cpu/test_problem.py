@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from warpnorm import pipeline
 from warpnorm.codegen import pointwise
 from warpnorm.norms import LAYER_NORM
 from warpnorm.plan import choose
@@ -23,17 +24,12 @@ from warpnorm.problem import (
     BackwardProblem,
     Call,
     ForwardProblem,
-    Graph,
     Operand,
-    Space,
     Stride,
     View,
-    describe,
-    describe_backward,
-    describe_forward,
-    power_of_two_divisor,
 )
-from warpnorm.reference import Affine
+from warpnorm.reference import Affine, Itself
+from warpnorm.space import Space, describe, power_of_two_divisor
 
 examples = settings(max_examples=200, deadline=None, database=None, derandomize=True)
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16])
@@ -263,12 +259,10 @@ def problems(layout: Layout, rows: int) -> tuple[ForwardProblem, BackwardProblem
     buffer = torch.zeros(view.storage_offset() + _reach(view) + 1, dtype=layout.dtype)
     input = buffer.as_strided(view.shape, view.stride(), view.storage_offset())
     output, weight = torch.empty(view.shape, dtype=layout.dtype), torch.empty(view.shape[-1:], dtype=layout.dtype)
-    call = Call(LAYER_NORM, 1, 1e-5, Affine(True, True), (FULL, COLUMN, COLUMN))
-    graph = Graph(("operand0",), (), ("operand0",))
-    views = [View.of(tensor) for tensor in (input, weight, weight)]
-    forward, _ = describe_forward(call, [*views, View.of(output)], (graph, graph))
-    gradients = [View.of(tensor) for tensor in (output, output, weight)]
-    backward, _ = describe_backward(call, [*views, *gradients], (0, 1), (graph, graph, graph))
+    call = Call(LAYER_NORM, 1, 1e-5, Itself(), Affine(True, True), (FULL, COLUMN, COLUMN), (layout.dtype,))
+    views = [View.of(tensor) for tensor in (input, weight, weight, output)]  # the output's gradient lies as it does
+    forward, _ = pipeline.forward_problem(call, views)
+    backward, _ = pipeline.backward_problem(call, views, (0,), (0, 1))
     return forward, backward
 
 

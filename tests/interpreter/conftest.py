@@ -44,3 +44,11 @@ def round_to_nearest() -> None:
         return truncating(self, source, target)
 
     builder.cast_impl = cast
+
+
+@pytest.fixture(autouse=True, scope="session")
+def mathematical_library() -> None:
+    """The interpreter has no mathematical library; the compiled kernels' is tested on a GPU."""
+    from interpreter.library import provide_library
+
+    provide_library()

@@ -13,7 +13,7 @@ from warpnorm.errors import InputError
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan.plan import LONG_ROW, ROW, Plan
 from warpnorm.problem import FULL, NUMBER, Call, View
-from warpnorm.reference import Affine
+from warpnorm.reference import Affine, Itself
 
 WIDTHS = (37, 256, 8_201)  # unaligned, aligned, walked
 
@@ -67,7 +67,8 @@ def test_several_threads_trace_and_compile_once(device: str) -> None:
     before = len(bind.forward.built)
     barrier = threading.Barrier(4)
     found = []
-    call = Call(RMS_NORM, 1, 1e-5, Affine(True, False, weight_offset=0.123), (FULL, NUMBER))  # traced by nobody yet
+    epilogue = Affine(True, False, weight_offset=0.123)  # traced by nobody yet
+    call = Call(RMS_NORM, 1, 1e-5, Itself(), epilogue, (FULL, NUMBER), (input.dtype,))
 
     def first_call() -> None:
         barrier.wait()
@@ -80,7 +81,7 @@ def test_several_threads_trace_and_compile_once(device: str) -> None:
         thread.join()
     expected = torch.nn.functional.rms_norm(input, (88,), eps=1e-5) * 2.123
     assert len(found) == 4
-    for output, _ in found:
+    for (output,), _ in found:
         torch.testing.assert_close(output, expected)
     assert len(bind.forward.built) == before + 1
 
@@ -161,9 +162,9 @@ def test_only_the_gradients_that_are_needed(cols: int, wanted: tuple[int, ...], 
     gradients = torch.autograd.grad(output, [leaves[i] for i in wanted], grad)
     for i, gradient in zip(wanted, gradients, strict=True):
         torch.testing.assert_close(gradient, every[i])
-    call = call_for(LAYER_NORM, 1, 3)
-    views = tuple(View.of(t) for t in (*operands, grad, *(operands[i] for i in wanted)))
-    launch = pipeline.prepare_backward(call, views, grad.device, wanted, None)
+    call = call_for(LAYER_NORM, 1, *operands)
+    views = tuple(View.of(t) for t in (*operands, grad))
+    launch = pipeline.prepare_backward(call, views, grad.device, (0,), wanted, None)
     assert launch.problem.wanted == wanted
     assert (launch.column_sum is not None) == (wanted != (0,))
     assert (launch.sums_kernel is not None) == (0 in wanted and launch.plan.pattern == LONG_ROW)
@@ -176,7 +177,7 @@ def test_nothing_is_written_outside_the_output(plan: Plan, device: str) -> None:
     buffer = torch.full((11, 60), 7.0, device=device)
     input = torch.randn(9, 50, device=device)
     out = buffer[1:10, 5:55]
-    pipeline.forward(call_for(RMS_NORM, 1, 1), (input,), out=out, plan=plan)
+    pipeline.forward(call_for(RMS_NORM, 1, input), (input,), out=out, plan=plan)
     torch.testing.assert_close(out, torch.nn.functional.rms_norm(input, (50,), eps=1e-5))
     out.fill_(7.0)
     assert (buffer == 7.0).all()

@@ -7,7 +7,9 @@ from kernel_contracts.running import NORMS, check_accuracy, run_planned
 from warpnorm.norms import Norm
 from warpnorm.plan.plan import LONG_ROW, ROW, Plan
 
-ROWS, COLS = 11, 200  # 200 columns: a tile of 256, walks of 16 blocks and more, all with a tail
+ROWS = 11
+# 200: a tile of 256, walks of 16 blocks and more, all with a tail; 256: all full, but for the tile of 512
+WIDTHS = (200, 256)
 
 FORWARD = (
     Plan(ROW, 1, 256, 1),
@@ -31,29 +33,32 @@ BACKWARD = (
     Plan(ROW, 1, 128, 2, programs=3, splits=2, stages=3),
     Plan(ROW, 2, 128, 4, programs=2, splits=2),
     Plan(ROW, 1, 64, 2, programs=2, splits=4, stages=2),
+    Plan(ROW, 1, 256, 4, programs=2, splits=2),
     Plan(LONG_ROW, 1, 32, 1, programs=1),
     Plan(LONG_ROW, 1, 64, 2, programs=16, stages=2),
     Plan(LONG_ROW, 1, 256, 4, programs=400, stages=3),
 )
 
 
-def check(norm: Norm, dtype: torch.dtype, device: str, forward: Plan | None, backward: Plan | None) -> None:
+def check(cols: int, norm: Norm, dtype: torch.dtype, device: str, forward: Plan | None, backward: Plan | None) -> None:
     def make(seed: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(ROWS, COLS, generator=generator, dtype=torch.float64).to(device, dtype)
+        return torch.randn(ROWS, cols, generator=generator, dtype=torch.float64).to(device, dtype)
 
     check_accuracy(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, forward, backward))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("plan", FORWARD, ids=str)
-def test_every_forward_plan(plan: Plan, norm: Norm, dtype: torch.dtype, device: str) -> None:
-    check(norm, dtype, device, plan, None)
+def test_every_forward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
+    check(cols, norm, dtype, device, plan, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", WIDTHS)
 @pytest.mark.parametrize("plan", BACKWARD, ids=str)
-def test_every_backward_plan(plan: Plan, norm: Norm, dtype: torch.dtype, device: str) -> None:
-    check(norm, dtype, device, None, plan)
+def test_every_backward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
+    check(cols, norm, dtype, device, None, plan)

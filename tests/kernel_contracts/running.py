@@ -13,7 +13,7 @@ from warpnorm import pipeline
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan.plan import Plan
 from warpnorm.problem import COLUMN, FULL, Call
-from warpnorm.reference import Affine
+from warpnorm.reference import Affine, Itself
 
 NORMS = (LAYER_NORM, RMS_NORM)
 EPS = 1e-5
@@ -36,8 +36,10 @@ def operands_for(norm: Norm, input: torch.Tensor, col_dims: int, seed: int = 1) 
     return input, *(p.to(input.device, input.dtype) for p in parameters)
 
 
-def call_for(norm: Norm, col_dims: int, operands: int) -> Call:
-    return Call(norm, col_dims, EPS, Affine(operands > 1, operands > 2), (FULL, COLUMN, COLUMN)[:operands])
+def call_for(norm: Norm, col_dims: int, *operands: torch.Tensor) -> Call:
+    count = len(operands)
+    epilogue, axes = Affine(count > 1, count > 2), (FULL, COLUMN, COLUMN)[:count]
+    return Call(norm, col_dims, EPS, Itself(), epilogue, axes, (operands[0].dtype,))
 
 
 def ours(norm: Norm, col_dims: int, *operands: torch.Tensor) -> torch.Tensor:
@@ -104,7 +106,8 @@ def run_planned(
     norm: Norm, operands: tuple[torch.Tensor, ...], grad: torch.Tensor, forward: Plan | None, backward: Plan | None
 ) -> Results:
     """Ours, with plans forced."""
-    call = call_for(norm, 1, len(operands))
-    output, statistics = pipeline.forward(call, operands, plan=forward)
+    call = call_for(norm, 1, *operands)
+    (output,), statistics = pipeline.forward(call, operands, plan=forward)
     wanted = tuple(range(len(operands)))
-    return Results(output, pipeline.backward(call, operands, grad, statistics, wanted, plan=backward))
+    gradients = pipeline.backward(call, operands, (grad,), statistics, wanted, plan=backward)
+    return Results(output, tuple(gradients[i] for i in wanted))

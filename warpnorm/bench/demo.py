@@ -1,10 +1,10 @@
-"""Every norm and dtype, checked against float64 and timed against eager PyTorch, on whatever device is there."""
+"""Every norm and a fused form in every dtype: checked against float64 and timed against eager PyTorch, wherever this is."""
 
 from rich.console import Console
 
-from warpnorm import norms, pipeline
+from warpnorm import pipeline
 from warpnorm.bench import report
-from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, FORWARD, BenchCase
+from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, FORWARD, PLAIN, SWISH_LAYER, BenchCase
 from warpnorm.bench.rivals import EAGER
 from warpnorm.bench.run import Run, default_device, run_cases
 
@@ -14,8 +14,8 @@ SHAPES = {"cuda": (16384, 4096), "cpu": (1024, 4096)}
 def run_demo(console: Console, seconds: float = 0.25) -> Run:
     device = default_device()
     cases = [
-        BenchCase(norm, direction, SHAPES[device], dtype, why="the demo")
-        for norm in norms.ALL
+        BenchCase(workload, direction, SHAPES[device], dtype, why="the demo")
+        for workload in (*PLAIN, SWISH_LAYER)
         for direction in (FORWARD, BACKWARD)
         for dtype in DTYPE_NAMES
     ]

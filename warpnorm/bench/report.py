@@ -26,7 +26,7 @@ def print_demo(run: Run, console: Console) -> None:
         case, ours, eager = result.case, result.by(OURS.name), result.by(EAGER.name)
         shape = " x ".join(map(str, case.shape))
         table.add_row(
-            case.norm.name,
+            case.workload.name,
             case.direction,
             DTYPE_NAMES[case.dtype],
             shape,
@@ -56,11 +56,11 @@ def print_bench(run: Run, console: Console) -> None:
         case = result.case
         shape = " x ".join(map(str, case.shape))
         cells = [_cell(result, name) for name in rivals]
-        table.add_row(case.norm.name, case.direction, shape, DTYPE_NAMES[case.dtype], *cells, _over_best(result))
+        table.add_row(case.workload.name, case.direction, shape, DTYPE_NAMES[case.dtype], *cells, _over_best(result))
     console.print(table)
     for result in run.results:
         for measurement in result.measurements:
-            if measurement.problem:
+            if measurement.problem and not measurement.problem.startswith("MissingFunctionError"):
                 console.print(f"{result.case.name}: {measurement.rival}: {measurement.problem}")
     for name, why in run.missing.items():
         console.print(f"{name}: {why}")

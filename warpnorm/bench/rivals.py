@@ -6,47 +6,51 @@ from importlib import import_module
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from warpnorm import functional
-from warpnorm.norms import Norm
+from warpnorm.bench.cases import ADD_RMS, EPS, LAYER, RMS, Workload
+from warpnorm.fuse import fuse
 
-Forward = Callable[..., torch.Tensor]  # of input, weight and, for LayerNorm, bias
-EPS = 1e-5
+Forward = Callable[..., Any]  # of the operands of a workload
 
 
 @dataclass(frozen=True)
 class Rival:
-    """`build` gives the norm as one function of its operands; `missing` says why it cannot run here, or nothing."""
+    """`build` gives a workload as one function of its operands, or nothing if it has none like it; `missing` says why it
+    cannot run here, or nothing."""
 
     name: str
-    build: Callable[[Norm], Forward]
+    build: Callable[[Workload], Forward | None]
     missing: Callable[[str], str | None]
 
 
-def _ours(norm: Norm) -> Forward:
-    if norm.is_centered:
-        return lambda x, w, b: functional.layer_norm(x, x.shape[-1:], w, b, EPS)  # type: ignore[return-value]
-    return lambda x, w: functional.rms_norm(x, x.shape[-1:], w, EPS)  # type: ignore[return-value]
+def _ours(workload: Workload) -> Forward:
+    if workload is LAYER:
+        return lambda x, w, b: functional.layer_norm(x, x.shape[-1:], w, b, EPS)
+    if workload is RMS:
+        return lambda x, w: functional.rms_norm(x, x.shape[-1:], w, EPS)
+    return fuse(workload.function)
 
 
-def _eager(norm: Norm) -> Forward:
-    if norm.is_centered:
-        return lambda x, w, b: F.layer_norm(x, x.shape[-1:], w, b, EPS)
-    return lambda x, w: F.rms_norm(x, x.shape[-1:], w, EPS)
+def _eager(workload: Workload) -> Forward:
+    return workload.function
 
 
-def _compiled(norm: Norm) -> Forward:
+def _compiled(workload: Workload) -> Forward:
     torch.compiler.reset()  # its cache is per function and small: past eight shapes it would run eager
-    return torch.compile(_eager(norm), dynamic=False)
+    return torch.compile(workload.function, dynamic=False)
 
 
-def _liger(norm: Norm) -> Forward:
+def _liger(workload: Workload) -> Forward | None:
     operations: Any = import_module("liger_kernel.ops")
-    if norm.is_centered:
+    if workload is LAYER:
         return lambda x, w, b: operations.LigerLayerNormFunction.apply(x, w, b, EPS)
     # not in place: its backward would write into the caller's gradient, which the next call is given again
-    return lambda x, w: operations.LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False)
+    if workload is RMS:
+        return lambda x, w: operations.LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False)
+    if workload is ADD_RMS:
+        return lambda x, r, w: operations.LigerFusedAddRMSNormFunction.apply(x, r, w, EPS, 0.0, "llama", False)
+    return None
 
 
 def _liger_missing(device: str) -> str | None:
@@ -61,6 +65,17 @@ def _liger_missing(device: str) -> str | None:
 
 def _always(device: str) -> str | None:
     return None
+
+
+def build(rival: Rival, workload: Workload) -> Forward:
+    function = rival.build(workload)
+    if function is None:
+        raise MissingFunctionError(f"{rival.name} has no {workload.name}")
+    return function
+
+
+class MissingFunctionError(NotImplementedError):
+    """A rival does not do this."""
 
 
 OURS = Rival("warpnorm", _ours, _always)

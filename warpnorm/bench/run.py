@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from warpnorm.bench.cases import DTYPE_NAMES, BenchCase
 from warpnorm.bench.check import Subject, is_right
-from warpnorm.bench.rivals import EAGER, OURS, Rival
+from warpnorm.bench.rivals import OURS, Rival, build
 from warpnorm.bench.timing import copy_bandwidth, time_calls
 
 
@@ -39,7 +39,7 @@ class CaseResult:
 
     def record(self) -> dict[str, Any]:
         case = self.case
-        head: dict[str, Any] = {"norm": case.norm.name, "direction": case.direction, "shape": list(case.shape)}
+        head: dict[str, Any] = {"norm": case.workload.name, "direction": case.direction, "shape": list(case.shape)}
         head |= {"dtype": DTYPE_NAMES[case.dtype], "least_bytes": case.least_bytes, "why": case.why}
         return head | {"measurements": [asdict(m) for m in self.measurements]}
 
@@ -113,7 +113,7 @@ def _run_case(
     result = CaseResult(case)
     try:
         subject = Subject(case, run.device)
-        eager_error = subject.error(EAGER.build(case.norm))
+        eager_error = subject.error(case.workload.function)
     except Exception as error:  # out of memory, say: no contender can run
         result.measurements = [Measurement(rival.name, problem=_in_a_line(error)) for rival in contenders]
         advance(len(contenders))
@@ -130,7 +130,7 @@ def _run_case(
 def _check(subject: Subject, rival: Rival, eager_error: float) -> Measurement:
     found = Measurement(rival.name)
     try:
-        found.error = subject.error(rival.build(subject.case.norm))
+        found.error = subject.error(build(rival, subject.case.workload))
     except Exception as error:  # whatever a rival raises is a row of the table
         found.problem = _in_a_line(error)
         return found
@@ -148,7 +148,7 @@ def _time(subject: Subject, right: Sequence[tuple[Measurement, Rival]], run: Run
             _time(subject, [pair], run, seconds)
         return
     try:
-        calls = [subject.timed(rival.build(case.norm)) for _, rival in right]
+        calls = [subject.timed(build(rival, case.workload)) for _, rival in right]
         timings = time_calls(calls, run.device, seconds) if calls else []
     except Exception as error:
         if len(right) == 1:

@@ -19,9 +19,8 @@ from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import LONG_ROW, ROW, Plan
+from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
-    FULL,
     LARGEST_CLASS,
     NUMBER,
     VECTOR_BYTES,
@@ -31,7 +30,20 @@ from warpnorm.problem import (
     Problem,
 )
 
-TYPES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+TYPES = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "u8",  # their bits
+    torch.float8_e5m2: "u8",
+}
 COMPUTE = {torch.float64: tl.float64, torch.float32: tl.float32}
 ALIGNED = VECTOR_BYTES  # PyTorch's allocators align what we allocate ourselves
 
@@ -75,14 +87,16 @@ class BoundKernel:
             source = ASTSource(kernel, signature, constants, _attributes(arguments))
             target = GPUTarget(device.backend, device.arch, device.warp_size)
             options = {"num_warps": plan.warps, "enable_fp_fusion": has_fused_multiply_add}
+            if plan.pattern == TEAM:
+                options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
             self.compiled = triton.compile(source, target=target, options=options)
 
-    def launch(self, grid: tuple[int, int], *arguments: Any) -> None:
+    def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """The device of the arguments must be the current one."""
         if self.compiled is None:
             self.kernel[grid](*arguments, **self.constants)
         else:
-            self.compiled[(*grid, 1)](*arguments, *self.constants.values())
+            self.compiled[(*grid, 1, 1)[:3]](*arguments, *self.constants.values())
 
 
 class Argument:
@@ -105,7 +119,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         "eps": Argument(TYPES[problem.compute]),
     }
     constants = _functions(functions, "load_columns", "load_rows", "prologue", "epilogue", "store")
-    constants |= {"IS_CENTERED": problem.norm.is_centered}
+    constants |= {"IS_CENTERED": problem.norm.is_centered, "IS_EXACT": _is_exact(problem, plan)}
     if plan.pattern == ROW:
         constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
         constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
@@ -117,26 +131,29 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
 @_once
 def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
     constants = _functions(
-        cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "prologue",
-        "epilogue_vjp", "prologue_vjp", "store", "accumulate", "store_partials",
+        cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
+        "epilogue_vjp", "prologue_vjp", "store", "store_row_sums", "accumulate", "store_partials",
     )  # fmt: skip
     constants |= {
-        "ACCUMULATORS": len(problem.reduced),
-        "NEEDS_GRAD_C": problem.needs_grad_c,
+        "ACCUMULATORS": len(problem.accumulated),
+        "NEEDS_SUMS": problem.needs_grad_xhat,
         "IS_CENTERED": problem.norm.is_centered,
         "COMPUTE": COMPUTE[problem.compute],
     }
-    written = tuple(gradient for gradient in problem.gradients if gradient.axes == FULL)
+    written = tuple(problem.gradients[i] for i in problem.written)
     operands = problem.operands + problem.grad_outputs
     arguments = {
         "operands": _pointers(problem, operands),
         "gradients": _pointers(problem, written),
         "partials": tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.reduced),
     }
-    geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + problem.gradients)}
-    constants |= {"BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
-    if plan.pattern == ROW:
-        constants |= {"BLOCK_ROWS": plan.block_rows, "SPLITS": plan.splits}
+    geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + problem.gradients, True)}
+    constants |= {"BLOCK_COLS": plan.block_cols, "IS_EXACT": _is_exact(problem, plan), "STAGES": plan.stages}
+    if plan.pattern != LONG_ROW:
+        constants |= _functions(cache.load(pointwise.backward_source(problem)), "hold")
+        constants |= {"BLOCK_ROWS": plan.block_rows, "SPLITS": plan.splits, "IS_TEAM": plan.pattern == TEAM}
+        constants["RECOMPUTES"] = plan.recomputes and device.backend == "cuda"
+        geometry = {"mailbox": Argument("*i64", ALIGNED), **geometry}
         # The gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
         is_fused = problem.cols_class > 1
         return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device, is_fused)
@@ -147,15 +164,17 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
 @_once
 def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
     """The first launch of a `long_row` backward, where the prologue needs a gradient."""
-    if plan.pattern != LONG_ROW or not problem.needs_grad_c:
+    if plan.pattern != LONG_ROW or not problem.needs_grad_xhat:
         return None
     constants = _functions(
-        cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "prologue", "epilogue_vjp"
-    )
+        cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
+        "epilogue_vjp",
+    )  # fmt: skip
     constants |= {
         "IS_CENTERED": problem.norm.is_centered,
         "COMPUTE": COMPUTE[problem.compute],
         "BLOCK_COLS": plan.block_cols,
+        "IS_EXACT": _is_exact(problem, plan),
         "STAGES": plan.stages,
     }
     operands = problem.operands + problem.grad_outputs
@@ -169,7 +188,7 @@ def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: i
 
 
 def column_sum(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
-    """The last launch of a backward, where a gradient is a sum over rows."""
+    """The last launch of a backward, where a gradient is a sum."""
     dtypes = tuple(problem.gradients[i].dtype for i in problem.reduced)
     return _column_sum(problem.compute, dtypes, plan, device, index) if dtypes else None
 
@@ -181,6 +200,7 @@ def _column_sum(
     arguments = {
         "partials": tuple(Argument("*" + TYPES[compute], ALIGNED) for _ in dtypes),
         "sums": tuple(Argument("*" + TYPES[dtype], ALIGNED) for dtype in dtypes),
+        "groups": tuple(Argument("i64") for _ in dtypes),
         "heights": tuple(Argument("i64") for _ in dtypes),
         "widths": tuple(Argument("i64") for _ in dtypes),
     }
@@ -193,13 +213,21 @@ def _column_sum(
     return BoundKernel(column_sum_kernel, arguments, constants, plan, device)
 
 
+def _is_exact(problem: Problem, plan: Plan) -> bool:
+    """Whether the blocks of columns together are as wide as a row."""
+    covered = plan.block_cols * plan.splits
+    return problem.is_exact and (
+        covered == problem.cols_class if plan.pattern != LONG_ROW else covered <= problem.cols_class
+    )
+
+
 def _functions(module: ModuleType, *names: str) -> dict[str, Any]:
     return {name.upper(): getattr(module, name) for name in names}
 
 
 def _pointers(problem: Problem, operands: Sequence[Operand]) -> tuple[Argument, ...]:
     return tuple(
-        Argument(TYPES[problem.compute])
+        Argument(TYPES[problem.compute if operand.dtype.is_floating_point else operand.dtype])
         if operand.axes == NUMBER
         else Argument("*" + TYPES[operand.dtype], ALIGNED if operand.is_aligned else 1)
         for operand in operands
@@ -210,7 +238,7 @@ def _statistics(problem: Problem) -> tuple[Argument, ...]:
     return tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.norm.statistics)
 
 
-def _geometry(problem: Problem, tensors: Sequence[Operand]) -> dict[str, Any]:
+def _geometry(problem: Problem, tensors: Sequence[Operand], has_groups: bool = False) -> dict[str, Any]:
     strides = sorted(
         {stride for tensor in tensors for stride in tensor.row_strides + tensor.col_strides if stride.literal is None},
         key=lambda stride: stride.slot,
@@ -220,6 +248,7 @@ def _geometry(problem: Problem, tensors: Sequence[Operand]) -> dict[str, Any]:
         "strides": tuple(Argument("i64", stride.divisor) for stride in strides),
         "sizes": tuple(Argument("i64") for _ in range(sizes)),
         "rows": Argument("i64"),
+        **({"groups": Argument("i64")} if has_groups else {}),
         "cols": Argument("i32" if problem.cols_class <= LARGEST_CLASS else "i64", problem.cols_divisor),
     }
 

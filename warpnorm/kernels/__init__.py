@@ -2,19 +2,26 @@
 statistic, and when to call the functions it is handed; it knows no formula, no weight and no layout.
 
 statistics  mean and variance, or mean square: on registers, along a walk, and their gradients
+masks       which elements of a tile are there
+pointwise   elementwise functions that generated source calls
 row         a row fits in one program's registers
 long_row    it does not: walk it by blocks, twice
+team        programs that share a row and run at the same time exchange their sums
 column_sum  the partial sums of persistent programs, added in a fixed order
 
-Handed in, generated for each problem by `codegen/pointwise.py`:
+Handed in, generated for each problem by `codegen/pointwise.py` (`place` is where a tile lies: row numbers, column
+offsets, columns of a row, mask):
 
-LOAD_COLUMNS   the operands that do not vary by row       -> tuple of (1, cols) values or numbers
-LOAD_ROWS      the operands that do                       -> tuple of (rows, cols) values
-PROLOGUE       values, columns                            -> c, in the dtype of computation
-EPILOGUE       xhat, values, columns                      -> tuple of outputs
-EPILOGUE_VJP   xhat, values, columns                      -> tuple of gradients, that of xhat first if it is needed
-PROLOGUE_VJP   grad_c, those gradients, values, columns   -> the gradient of each wanted operand, elementwise
+LOAD_COLUMNS   the operands that do not vary by row               -> tuple of (1, cols) values or numbers
+LOAD_ROWS      the operands that do                               -> tuple of (rows, cols) or (rows, 1) values
+HOLD           those values again, from which the prologue is computed a second time
+ROW_NUMBERS    row offsets of backward                            -> those of forward
+PROLOGUE       values, columns, place                             -> c, in the dtype of computation
+EPILOGUE       xhat, c, values, columns, place                    -> tuple of outputs
+EPILOGUE_VJP   xhat, c, values, columns, place                    -> tuple of gradients: of xhat, of c, of operands
+PROLOGUE_VJP   grad_c, those gradients, values, columns, place    -> the gradient of each wanted operand, elementwise
 STORE          writes what lies full in memory
+STORE_ROW_SUMS writes what is one value a row
 ACCUMULATE     adds to the accumulators what is summed over rows
 STORE_PARTIALS writes the accumulators of one program
 """

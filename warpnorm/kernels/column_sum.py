@@ -1,5 +1,5 @@
-"""The partial rows that persistent programs leave behind, summed in a fixed order and rounded once. One launch serves
-every gradient that is a sum over rows."""
+"""The partial sums that programs leave behind, added in a fixed order and rounded once. One launch serves every gradient
+that is a sum: each is (groups, height, width), and is summed over its height."""
 
 import triton
 import triton.language as tl
@@ -7,11 +7,12 @@ import triton.language as tl
 
 @triton.jit
 def column_sum_kernel(
-    partials, sums, heights, widths, COUNT: tl.constexpr, COMPUTE: tl.constexpr,
+    partials, sums, groups, heights, widths, COUNT: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
+    group = tl.program_id(2).to(tl.int64)
     for i in tl.static_range(COUNT):
-        if tl.program_id(1) == i:
+        if (tl.program_id(1) == i) & (group < groups[i]):
             height = heights[i]
             width = widths[i]
             col_offsets = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -20,10 +21,9 @@ def column_sum_kernel(
             for start in tl.range(0, height, BLOCK_ROWS):
                 row_offsets = start + tl.arange(0, BLOCK_ROWS)
                 mask = (row_offsets < height)[:, None] & col_mask[None, :]
-                total += tl.load(
-                    partials[i] + row_offsets[:, None] * width + col_offsets[None, :], mask=mask, other=0.0
-                )
+                offsets = (group * height + row_offsets)[:, None] * width + col_offsets[None, :]
+                total += tl.load(partials[i] + offsets, mask=mask, other=0.0)
             result = tl.sum(total, 0)
             if sums[i].dtype.element_ty.primitive_bitwidth == 16:  # the halves by way of float32, also from float64
                 result = result.to(tl.float32)
-            tl.store(sums[i] + col_offsets, result.to(sums[i].dtype.element_ty), mask=col_mask)
+            tl.store(sums[i] + group * width + col_offsets, result.to(sums[i].dtype.element_ty), mask=col_mask)

@@ -15,46 +15,47 @@ class Flow(Protocol):
 
     def forward(
         self, call: Call, operands: Sequence[torch.Tensor | float]
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]: ...
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]: ...
 
     def backward(
         self,
         call: Call,
         operands: Sequence[torch.Tensor | float],
-        grad_output: torch.Tensor,
+        grad_outputs: Sequence[torch.Tensor | None],
         statistics: Sequence[torch.Tensor],
         wanted: tuple[int, ...],
-    ) -> tuple[torch.Tensor, ...]: ...
+    ) -> dict[int, torch.Tensor]: ...
 
 
 class Normalization(torch.autograd.Function):
-    """(flow, call, *operands) -> (output, *statistics)."""
+    """(flow, call, *operands) -> (*outputs, *statistics)."""
 
     @staticmethod
     def forward(ctx: Any, flow: Flow, call: Call, *operands: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
-        output, statistics = flow.forward(call, operands)
+        outputs, statistics = flow.forward(call, operands)
         ctx.flow, ctx.call = flow, call
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
         ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands), *statistics)
-        ctx.mark_non_differentiable(*statistics)
+        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()), *statistics)
         ctx.set_materialize_grads(False)  # no zeros for the statistics, which have no gradient
-        return (output, *statistics)
+        return (*outputs, *statistics)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         count = len(ctx.numbers)
-        if grad_output is None:
+        grad_outputs = grads[: len(ctx.call.outputs)]
+        if all(grad is None for grad in grad_outputs):
             return (None,) * (2 + count)
         saved = ctx.saved_tensors  # once: each read unpacks anew, which checkpointing refuses
         operands, statistics = _with_numbers(saved[:count], ctx.numbers), saved[count:]
         wanted = tuple(i for i in range(count) if ctx.needs_input_grad[2 + i])
-        gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, grad_output, *operands)
+        gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grad_outputs, *operands)
         found = dict(zip(wanted, gradients, strict=True))
         return (None, None, *(found.get(i) for i in range(count)))
 
 
 class NormalizationBackward(torch.autograd.Function):
-    """(flow, call, wanted, statistics, grad_output, *operands) -> the wanted gradients."""
+    """(flow, call, wanted, statistics, *grad_outputs, *operands) -> the wanted gradients."""
 
     @staticmethod
     def forward(
@@ -63,35 +64,40 @@ class NormalizationBackward(torch.autograd.Function):
         call: Call,
         wanted: tuple[int, ...],
         statistics: tuple[torch.Tensor, ...],
-        grad_output: torch.Tensor,
-        *operands: torch.Tensor | float,
-    ) -> tuple[torch.Tensor, ...]:
+        *tensors: torch.Tensor | float | None,
+    ) -> tuple[torch.Tensor | None, ...]:
         ctx.call, ctx.wanted = call, wanted
-        ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
-        ctx.save_for_backward(grad_output, *(o if isinstance(o, torch.Tensor) else None for o in operands))
-        return flow.backward(call, operands, grad_output, statistics, wanted)
+        ctx.numbers = [None if isinstance(t, torch.Tensor) else t for t in tensors]
+        ctx.save_for_backward(*(t if isinstance(t, torch.Tensor) else None for t in tensors))
+        ctx.set_materialize_grads(False)
+        grad_outputs, operands = tensors[: len(call.outputs)], tensors[len(call.outputs) :]
+        found = flow.backward(call, operands, grad_outputs, statistics, wanted)  # type: ignore[arg-type]
+        return tuple(found.get(i) for i in wanted)
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         is_differentiated_again = torch.is_grad_enabled()
+        count = len(ctx.call.outputs)
         with torch.enable_grad():
-            grad_output, *saved = (_as_input(tensor) for tensor in ctx.saved_tensors)
-            operands = _with_numbers(saved, ctx.numbers)
-            output = composite(ctx.call, *operands)
+            tensors = _with_numbers([_as_input(tensor) for tensor in ctx.saved_tensors], ctx.numbers)
+            grad_outputs, operands = tensors[:count], tensors[count:]
+            outputs = composite(ctx.call, *operands)
+            given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
             first = [operands[i] for i in ctx.wanted]
-            gradients = torch.autograd.grad(output, first, grad_output, create_graph=True, allow_unused=True)
+            gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
+                [o for o, _ in given], first, [g for _, g in given], create_graph=True, allow_unused=True
+            )
             needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]
-            inputs = [grad_output if i == 4 else operands[i - 5] for i in needed]
             pairs = [
                 (gradient, grad)
                 for gradient, grad in zip(gradients, grad_gradients, strict=True)
                 if gradient is not None and grad is not None and gradient.requires_grad
             ]
-            second: Sequence[torch.Tensor | None] = [None] * len(inputs)
+            second: Sequence[torch.Tensor | None] = [None] * len(needed)
             if pairs:
                 second = torch.autograd.grad(
                     [gradient for gradient, _ in pairs],
-                    inputs,
+                    [tensors[i - 4] for i in needed],
                     [grad for _, grad in pairs],
                     create_graph=is_differentiated_again,
                     allow_unused=True,
@@ -107,6 +113,6 @@ def _with_numbers(tensors: Sequence[torch.Tensor | None], numbers: Sequence[floa
 def _as_input(tensor: torch.Tensor | None) -> Any:
     """A tensor to differentiate by. An alias where it is part of a graph: the saved tensors may depend on each other,
     and what is wanted are partial derivatives, which stop here."""
-    if tensor is None:
-        return None
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
     return tensor.view_as(tensor) if tensor.requires_grad else tensor.detach().requires_grad_()

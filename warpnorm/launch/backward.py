@@ -3,13 +3,17 @@ over rows leave one partial row for each program, which `column_sum` adds up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 
 from warpnorm.codegen.bind import BoundKernel
-from warpnorm.launch.forward import on_device
-from warpnorm.plan.plan import LONG_ROW, Plan
-from warpnorm.problem import COLUMN, FULL, BackwardProblem, Space
+from warpnorm.launch.forward import in_bits, on_device
+from warpnorm.plan import grid
+from warpnorm.plan.plan import LONG_ROW, TEAM, Plan
+from warpnorm.problem import BackwardProblem
+from warpnorm.space import Space
 
 
 @dataclass(frozen=True)
@@ -31,42 +35,52 @@ class BackwardLaunch:
     ) -> None:
         """Writes every gradient."""
         problem, space = self.problem, self.space
-        device = grad_outputs[0].device
-        read = (*operands, *grad_outputs)
-        written = tuple(g for g, kind in zip(gradients, problem.gradients, strict=True) if kind.axes == FULL)
-        reduced = [(gradients[i], problem.gradients[i].axes) for i in problem.reduced]
+        device = gradients[0].device
+        read = tuple(map(in_bits, (*operands, *grad_outputs)))
+        written = tuple(gradients[i] for i in problem.written)
         statistics = tuple(statistics)
-        geometry = (space.strides, space.sizes, space.rows, space.cols)
-        grid = self._grid()
-        heights = tuple(self._partial_rows(grid, axes) for _, axes in reduced)
-        widths = tuple(space.cols if axes == COLUMN else 1 for _, axes in reduced)
-        partials = tuple(
-            torch.empty(height * width, dtype=problem.compute, device=device)
-            for height, width in zip(heights, widths, strict=True)
-        )
-        with on_device(grad_outputs[0]):
+        programs = grid.backward(self.plan, space)
+        sums = [grid.partial_sum(self.plan, space, problem.gradients[i].axes) for i in problem.reduced]
+        partials = tuple(torch.empty(s.numel, dtype=problem.compute, device=device) for s in sums)
+        before = (space.strides, space.sizes, space.rows)
+        with on_device(gradients[0]):
             if self.plan.pattern != LONG_ROW:
-                self.kernel.launch(grid, read, written, partials, statistics, *geometry)
+                box = self._mailbox(device)
+                self.kernel.launch(
+                    programs, read, written, partials, box, statistics, *before, space.groups, space.cols
+                )
             else:
-                sums = tuple(torch.empty_like(statistic) for statistic in statistics)
+                terms = tuple(torch.empty_like(statistic) for statistic in statistics)
                 if self.sums_kernel is not None:
-                    self.sums_kernel.launch((space.rows, 1), read, sums, statistics, *geometry)
-                self.kernel.launch(grid, read, written, partials, sums, statistics, *geometry)
+                    self.sums_kernel.launch((space.rows, 1), read, terms, statistics, *before, space.cols)
+                self.kernel.launch(
+                    programs, read, written, partials, terms, statistics, *before, space.groups, space.cols
+                )
             if self.column_sum is not None:
-                blocks = -(-max(widths) // self.column_sum_plan.block_cols)
-                totals = tuple(gradient for gradient, _ in reduced)
-                self.column_sum.launch((blocks, len(reduced)), partials, totals, heights, widths)
+                blocks = -(-max(s.width for s in sums) // self.column_sum_plan.block_cols)
+                totals = tuple(gradients[i] for i in problem.reduced)
+                groups, heights, widths = zip(*sums, strict=True)
+                self.column_sum.launch((blocks, len(sums), max(groups)), partials, totals, groups, heights, widths)
 
-    def _partial_rows(self, grid: tuple[int, int], axes: str) -> int:
-        """How many partial sums there are: one for each program that has a share of the rows, and where the columns are
-        shared too, one for each of those programs of a scalar."""
-        if axes != COLUMN:
-            return grid[0] * grid[1]
-        return grid[1] if self.plan.pattern == LONG_ROW else grid[0]
+    def _mailbox(self, device: torch.device) -> torch.Tensor:
+        """Where the programs of a team leave their sums for each other: one for each stream, whose launches come one after
+        another, and for each kind of team, whose programs have then all taken part in equally many exchanges."""
+        if self.plan.pattern != TEAM:
+            return _no_mailbox(device)
+        words = self.plan.programs * 2 * self.plan.splits
+        if torch.cuda.is_current_stream_capturing():  # the graph may be replayed beside anything
+            return torch.zeros(words, dtype=torch.int64, device=device)
+        stream = torch.cuda.current_stream(device).cuda_stream
+        key = (device, stream, self.plan.splits, words)
+        box = _mailboxes.get(key)
+        if box is None:
+            box = _mailboxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
+        return box
 
-    def _grid(self) -> tuple[int, int]:
-        plan, space = self.plan, self.space
-        if plan.pattern != LONG_ROW:
-            return min(plan.programs, -(-space.rows // plan.block_rows)), plan.splits
-        col_blocks = -(-space.cols // plan.block_cols)
-        return col_blocks, max(1, min(space.rows, plan.programs // col_blocks))
+
+_mailboxes: dict[Any, torch.Tensor] = {}
+
+
+@cache
+def _no_mailbox(device: torch.device) -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=device)

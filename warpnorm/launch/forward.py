@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from warpnorm.codegen.bind import BoundKernel
+from warpnorm.plan import grid
 from warpnorm.plan.plan import Plan
-from warpnorm.problem import ForwardProblem, Space
+from warpnorm.problem import ForwardProblem
+from warpnorm.space import Space
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,9 @@ class ForwardLaunch:
         """Writes the outputs; returns the statistics, one number a row each."""
         space = self.space
         statistics = empty_statistics(self.problem, space.rows, outputs[0].device)
-        blocks = -(-space.rows // self.plan.block_rows)
-        grid = (min(blocks, self.plan.programs or blocks), 1)
         with on_device(outputs[0]):
             self.kernel.launch(
-                grid, tuple(operands), tuple(outputs), statistics,
+                grid.forward(self.plan, space), tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), statistics,
                 space.strides, space.sizes, space.rows, space.cols, self.eps,
             )  # fmt: skip
         return statistics
@@ -41,6 +43,13 @@ def empty_statistics(problem: ForwardProblem, rows: int, device: torch.device) -
     stride = -(-rows // 4) * 4
     storage = torch.empty(len(names) * stride, dtype=problem.compute, device=device)
     return tuple(storage[i * stride : i * stride + rows] for i in range(len(names)))
+
+
+def in_bits(operand: torch.Tensor | float) -> torch.Tensor | float:
+    """The kernels read and write 8-bit floats as the integers that their bits are."""
+    if isinstance(operand, torch.Tensor) and operand.dtype in FLOAT8:
+        return operand.detach().view(torch.uint8)
+    return operand
 
 
 def on_device(tensor: torch.Tensor) -> AbstractContextManager[object]:

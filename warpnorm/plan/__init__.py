@@ -3,4 +3,5 @@
 device  the numbers of a device that plans follow from
 plan    the frozen record of what was chosen
 choose  the heuristics
+grid    how many programs run a plan
 """

@@ -2,55 +2,96 @@
 row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 unless said, measured on an H200."""
 
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import LONG_ROW, ROW, Plan
-from warpnorm.problem import FULL, BackwardProblem, ForwardProblem, Operand, Problem
+from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
+from warpnorm.problem import COLUMN, TILES, BackwardProblem, ForwardProblem, Operand, Problem, operand_name
 
 # Bytes of loads in flight on one multiprocessor that hide the latency of memory while a program reduces. LayerNorm
 # backward, 8192 columns: 60 % with 32 KB in flight, 94 with 64, 90 with 96.
 IN_FLIGHT_BYTES = 48 * 1024
-# Bytes that the programs of one multiprocessor load for one stage of their pipelines.
+# Bytes of one tensor, in forward, or of two, in backward, that the programs of one multiprocessor load for one stage of
+# their pipelines: as many programs share it as that leaves room for, however many tensors they load.
 STAGE_BYTES = 16 * 1024
+# Columns of one program of a team, and the most programs in one. 4096 columns for each of twice as many: RMSNorm at 16384 52
+TEAM_COLS = 8192
+LARGEST_TEAM = 32
 # Shared memory left for what a reduction needs.
 SPARE_SHARED_BYTES = 4 * 1024
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan:
     cols = problem.cols_class
-    if cols > _largest_row(problem):
+    live = _live_words(problem)
+    if cols > _largest_row(problem) or live * cols > device.registers_per_unit * 3 // 4:
         # Columns a block at 32k: LayerNorm 71 with 4096, 51 with 8192; RMSNorm, with one walk's arithmetic less, 70 and 85
         block_cols = (4096 if problem.norm.is_centered else 8192) if problem.has_vectors else 2048
-        return Plan(LONG_ROW, 1, block_cols // _words(problem), 8, stages=_walk_stages(device))
+        block_cols //= _words(problem)
+        why = f"a row of up to {cols} columns with {live:g} words for each does not fit in registers"
+        return Plan(LONG_ROW, 1, block_cols, 8, stages=_walk_stages(problem.operands, block_cols, device), why=why)
     if cols <= 512:
         # One warp reduces without shared memory. LayerNorm at 256: 94 with one warp, 88 with two
-        return Plan(ROW, 1024 // cols, cols, 1)
-    # 32 elements a thread keep the loads of a whole row in flight. RMSNorm at 8192: 96 with 8 warps, 76 with 16
-    warps = max(2, cols * _words(problem) // 1024)
-    # The reductions of a centred norm leave a lone program idle: keep the next rows in flight. LayerNorm at 4096: 92
-    # persistent, 77 with one program a row; RMSNorm at 8192: 91 and 96, at 16384: 90 and 71; in fp32, which has half the
-    # arithmetic for a byte, RMSNorm at 4096: 92 and 97, at 16384: 88 and 93
-    if _itemsize(problem) > 2 or cols < (2048 if problem.norm.is_centered else 16384):
-        return Plan(ROW, 1, cols, warps)
+        return Plan(
+            ROW, 1024 // cols, cols, 1, why="narrow rows: several to a warp, which reduces without shared memory"
+        )
+    # 32 elements a thread keep the loads of a whole row in flight. RMSNorm at 8192: 96 with 8 warps, 76 with 16. Fewer
+    # where an element takes so many registers that they would not fit
+    warps = min(max(2, cols * _words(problem) // 1024) * (2 if live > 5 * _words(problem) else 1), 32)
+    is_alone = len(problem.tiles) == 1
+    if _itemsize(problem) <= 2 and cols == 16384 and is_alone != problem.norm.is_centered:
+        warps = 8  # RMSNorm 97, and 90 with 16 in a pipeline; silu(x) * r -> LayerNorm 88 and 87; LayerNorm 90 and 92
+    if _itemsize(problem) <= 2 and cols == 2048 and not is_alone:
+        warps = 4  # silu(x) * r -> LayerNorm 100, and 90 with 2 in a pipeline
+    # The reductions of a centred norm leave a lone program idle: keep the next rows in flight. LayerNorm at 8192: 89, and
+    # 84 with one program a row, at 4096: 91 and 91, at 2048: 92 and 94; silu(x) * r -> LayerNorm at 4096: 97 and 89. Other
+    # norms are not faster for it (RMSNorm at 8192: 91 and 96), nor is fp32 with half of the arithmetic for a byte
+    if _itemsize(problem) > 2 or not problem.norm.is_centered or cols < 4096:
+        return Plan(ROW, 1, cols, warps, why="a program for each row: its loads are enough to hide their latency")
     row_bytes = _loaded_bytes(problem.operands, cols)
-    per_unit = max(1, STAGE_BYTES // row_bytes)
-    return Plan(ROW, 1, cols, warps, device.units * per_unit, stages=_stages(device, per_unit, row_bytes))
+    per_unit = max(1, STAGE_BYTES // (cols * _itemsize(problem)))
+    stages = _stages(device, per_unit, row_bytes, IN_FLIGHT_BYTES * len(problem.tiles))
+    why = f"persistent: {stages - 1} rows in flight while one is reduced, {per_unit} programs on a multiprocessor"
+    return Plan(ROW, 1, cols, warps, device.units * per_unit, stages=stages, why=why)
 
 
 def backward(problem: BackwardProblem, device: Device) -> Plan:
     cols = problem.cols_class
     loads = problem.operands + problem.grad_outputs
-    # xhat, its gradient and one accumulator for each sum over rows live at once, in half of the registers
-    live = (2 + len(problem.reduced)) * cols * _words(problem)
-    if live <= device.registers_per_unit // (2 if problem.has_vectors else 4):
+    # xhat, its gradient and one accumulator for each sum over rows live at once, in half of the registers; beside them, in
+    # their own dtype, the operands by which the prologue is differentiated
+    kept = [o for i, o in enumerate(problem.operands) if operand_name(i) in problem.prologue_vjp.used_inputs]
+    kept_words = _loaded_bytes(tuple(kept), cols) // 4
+    live = (2 + len(problem.accumulated)) * cols * _words(problem) + kept_words
+    # gelu(x + b) -> RMSNorm at 8192 is past the half by an eighth, and faster than in two halves
+    if live <= device.registers_per_unit * (9 if problem.has_vectors else 4) // 16:
         return _row_backward(problem, device, loads)
-    # Two programs share a row, each with half of the accumulators. At 16384: RMSNorm 63 to 82 from run to run, LayerNorm
-    # 70 to 72, `long_row` 60; with a pipeline of two stages 55 and 44, so it must have three, which fp32 has no room for
+    if kept and live <= device.registers_per_unit * 5 // 8 and problem.has_vectors:
+        # silu(x) * r -> LayerNorm at 8192: 92; 86 with 16 warps, 75 in two halves, 63 by blocks
+        why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
+        stages = _stages(device, 1, _loaded_bytes(loads, cols), IN_FLIGHT_BYTES * 3 // 2)
+        return Plan(ROW, 1, cols, 8, device.units, stages=stages, recomputes=True, why=why)
     row_bytes = _loaded_bytes(loads, cols)
+    splits = cols // TEAM_COLS
+    fits_a_team = (
+        live // max(splits, 1) <= device.registers_per_unit * 9 // 16 and 2 * row_bytes <= splits * device.shared_bytes
+    )
+    if device.backend == "cuda" and 2 <= splits <= LARGEST_TEAM and fits_a_team and _can_exchange(problem):
+        # RMSNorm at 16384: 83, and 65 where two programs read all of it; at 65536: 72, `long_row` 55; residual + RMSNorm at
+        # 16384: 62 and 46. LayerNorm, with two sums to exchange: 51 and 79, for a reason not found yet
+        why = f"{splits} programs that run at the same time share a row and exchange their sums"
+        return Plan(TEAM, 1, TEAM_COLS, 8, device.units // splits, splits=splits, stages=3, why=why)
+    # Two programs share a row, each with half of the accumulators, and read all of it. LayerNorm at 16384: 77, with 8 warps
+    # 63, `long_row` 58; with a pipeline of two stages 49, so it must have three, which fp32 has no room for
     has_room = 2 * row_bytes + 2 * cols * _itemsize(problem) + SPARE_SHARED_BYTES <= device.shared_bytes
     if live // 2 <= device.registers_per_unit // 2 and problem.has_vectors and has_room:
-        warps = 8 if len(problem.reduced) > 1 else 16  # LayerNorm 71 and 72, but 16 bytes spilled on sm_100 with 16
-        return Plan(ROW, 1, cols // 2, warps, device.units // 2, splits=2, stages=3)
+        why = "two programs share a row: one alone has no registers for its sums over rows"
+        return Plan(ROW, 1, cols // 2, 16, device.units // 2, splits=2, stages=3, why=why)
     # Two launches that read everything: 60 is what the bytes allow
-    return Plan(LONG_ROW, 1, 1024, 4, device.units * 4, stages=_walk_stages(device))
+    why = f"a row of up to {cols} columns and {len(problem.accumulated)} sums over rows do not fit in registers"
+    return Plan(LONG_ROW, 1, 1024, 4, device.units * 4, stages=_walk_stages(loads, 1024, device), why=why)
+
+
+def _can_exchange(problem: BackwardProblem) -> bool:
+    is_measured = not problem.norm.is_centered and _itemsize(problem) <= 2
+    return is_measured and problem.has_vectors and problem.compute.itemsize == 4 and problem.needs_grad_xhat
 
 
 def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...]) -> Plan:
@@ -64,21 +105,28 @@ def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand
         block_rows, warps = 2, 1
     else:
         # RMSNorm and LayerNorm at 1024: 93 and 93; at 2048: 97 and 90; at 8192: 97 and 94
-        words = 1 if problem.has_vectors else _words(problem)  # addresses and float64 together would spill
+        words = 1 if problem.has_vectors or itemsize < 4 else 2  # addresses too need registers
         block_rows, warps = 1, min(cols * words // 512, 16)
     stage_bytes = _loaded_bytes(loads, block_rows * cols)
-    if cols == 4096 and itemsize == 2 and len(problem.reduced) > 1 and problem.has_vectors:
-        # Two accumulators keep one program busy while the other loads: LayerNorm 91, and 79 with one program of 8 warps;
-        # RMSNorm 89 and 94
-        return Plan(ROW, 1, cols, 4, device.units * 2, stages=_stages(device, 2, stage_bytes))
-    per_unit = max(1, STAGE_BYTES // stage_bytes)
-    return Plan(ROW, block_rows, cols, warps, device.units * per_unit, stages=_stages(device, per_unit, stage_bytes))
+    tensors = max(1, stage_bytes // (block_rows * cols * itemsize))
+    if cols == 4096 and itemsize == 2 and tensors == 2 and len(problem.accumulated) > 1 and problem.has_vectors:
+        # Two accumulators keep one program busy while the other loads: LayerNorm 93, with one program 89; RMSNorm 90, 93
+        why = "persistent: one program computes while another loads"
+        return Plan(ROW, 1, cols, 8, device.units * 2, stages=_stages(device, 2, stage_bytes), why=why)
+    per_unit = max(1, STAGE_BYTES // (2 * block_rows * cols * itemsize))
+    # A lone program needs more in flight: silu(x) * r -> LayerNorm at 4096: 99 with 72 KB, 87 with 48
+    in_flight = IN_FLIGHT_BYTES * max(tensors, 2) // 2 if per_unit == 1 else IN_FLIGHT_BYTES
+    stages = _stages(device, per_unit, stage_bytes, in_flight)
+    why = f"persistent: sums over rows stay in registers; {stages - 1} blocks of rows in flight, {per_unit} programs a unit"
+    return Plan(ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, why=why)
 
 
 def column_sum(problem: BackwardProblem, device: Device) -> Plan:
     """Some hundred partial rows, all in L2: narrow blocks, so that there are enough programs; the interpreter runs
     programs one after another, so few of them."""
-    return Plan(ROW, 16, 4096 if device.is_interpreter else 64, 4)
+    return Plan(
+        ROW, 16, 4096 if device.is_interpreter else 64, 4, why="narrow blocks, so that there are enough programs"
+    )
 
 
 def _largest_row(problem: ForwardProblem) -> int:
@@ -88,24 +136,35 @@ def _largest_row(problem: ForwardProblem) -> int:
     return (8192 if is_tight else 16384) // _words(problem)
 
 
-def _stages(device: Device, per_unit: int, stage_bytes: int) -> int:
+def _stages(device: Device, per_unit: int, stage_bytes: int, in_flight: int = IN_FLIGHT_BYTES) -> int:
     """Enough stages for the bytes in flight, as far as shared memory has room; n of them keep n - 1 in flight."""
-    wanted = min(max(-(-IN_FLIGHT_BYTES // (per_unit * stage_bytes)), 1), 3)
+    if stage_bytes == 0:  # nothing varies by row and column alike
+        return 1
+    wanted = min(max(-(-in_flight // (per_unit * stage_bytes)), 1), 3)
     room = (device.shared_bytes // per_unit - SPARE_SHARED_BYTES) // stage_bytes
     return 1 + max(0, min(wanted, room))
 
 
-def _walk_stages(device: Device) -> int:
+def _walk_stages(operands: tuple[Operand, ...], block_cols: int, device: Device) -> int:
     """A walk loads the columns' operands anew for each block, so its stages are larger; three pay if they fit."""
-    return 3 if device.shared_bytes >= 160 * 1024 else 1
+    columns = sum(o.dtype.itemsize for o in operands if o.axes == COLUMN) * block_cols
+    needed = 2 * (_loaded_bytes(operands, block_cols) + columns) + SPARE_SHARED_BYTES
+    return 3 if device.shared_bytes >= max(160 * 1024, needed) else 1
+
+
+def _live_words(problem: ForwardProblem) -> float:
+    """Registers for one element: c, what is loaded for it, and for the columns that the epilogue reads."""
+    read = problem.epilogue.used_inputs
+    columns = [o for i, o in enumerate(problem.operands) if o.axes == COLUMN and operand_name(i) in read]
+    return _words(problem) + sum(o.dtype.itemsize for o in (*problem.tiles, *columns)) / 4
 
 
 def _loaded_bytes(operands: tuple[Operand, ...], elements: int) -> int:
-    return sum(operand.dtype.itemsize for operand in operands if operand.axes == FULL) * elements
+    return sum(operand.dtype.itemsize for operand in operands if operand.axes in TILES) * elements
 
 
 def _itemsize(problem: Problem) -> int:
-    return max(operand.dtype.itemsize for operand in problem.operands if operand.axes == FULL)
+    return max((operand.dtype.itemsize for operand in problem.tiles), default=4)
 
 
 def _words(problem: Problem) -> int:

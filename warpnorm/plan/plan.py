@@ -1,16 +1,19 @@
 """The frozen record of how a problem is run: the one vocabulary of heuristics, tests and tuning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 ROW = "row"
 LONG_ROW = "long_row"
+TEAM = "team"
 
 
 @dataclass(frozen=True)
 class Plan:
     """`programs`: how many persistent programs share the rows; 0 is one for each block of rows.
-    `splits`: how many programs share the columns of one row (a `row` backward).
-    `stages`: the depth of the software pipeline of loads."""
+    `splits`: how many programs share the columns of one row (backward: in `row` each reads it whole, in a `team` its part).
+    `stages`: the depth of the software pipeline of loads.
+    `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (backward).
+    `why`: what the choice followed from; it makes no difference between plans."""
 
     pattern: str
     block_rows: int
@@ -19,3 +22,5 @@ class Plan:
     programs: int = 0
     splits: int = 1
     stages: int = 1
+    recomputes: bool = False
+    why: str = field(default="", compare=False)

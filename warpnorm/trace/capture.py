@@ -1,4 +1,4 @@
-"""A function of tensors becomes the graph of its elementwise operators, by `make_fx` over fake tensors."""
+"""A function of tensors becomes the graph of its primitive operators, by `make_fx` over fake tensors."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,10 +6,10 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._decomp import core_aten_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from warpnorm.problem import Epilogue, Graph, operand_name
+from warpnorm.problem import Epilogue, Graph, Prologue, operand_name
+from warpnorm.trace import operators
 from warpnorm.trace.graph import from_fx
 
 # Full shape for every input: the sums over broadcast axes are the kernel's work, not the graph's.
@@ -18,14 +18,14 @@ PROBE_SHAPE = (2, 3)
 _lock = threading.Lock()
 
 
-def pointwise(function: Callable[..., Any], inputs: Sequence[str]) -> Graph:
+def pointwise(function: Callable[..., Any], inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> Graph:
     """The graph of `function`, called with one full-shaped tensor for each name in `inputs`. Traced in a thread of its
     own, one at a time: tracing patches global state, and the caller's modes, hooks and default device are its own."""
     traced: list[Graph | BaseException] = []
 
     def trace() -> None:
         try:
-            traced.append(_trace(function, inputs))
+            traced.append(_trace(function, inputs, dtypes))
         except BaseException as error:
             traced.append(error)
 
@@ -38,16 +38,23 @@ def pointwise(function: Callable[..., Any], inputs: Sequence[str]) -> Graph:
     return traced[0]
 
 
-def _trace(function: Callable[..., Any], inputs: Sequence[str]) -> Graph:
-    probes = [torch.empty(PROBE_SHAPE, dtype=torch.float64) for _ in inputs]
-    primitives: Any = core_aten_decompositions()
+def _trace(function: Callable[..., Any], inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> Graph:
+    probes = [torch.empty(PROBE_SHAPE, dtype=dtype) for dtype in dtypes]
+    primitives: Any = operators.decompositions()
     traced = make_fx(function, decomposition_table=primitives, tracing_mode="fake")(*probes)
-    traced.graph.eliminate_dead_code()
     return from_fx(traced.graph, tuple(inputs))
 
 
+def probe_dtypes(dtypes: Sequence[torch.dtype], compute: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What operands of these dtypes are inside a kernel."""
+    return tuple(compute if dtype.is_floating_point else dtype for dtype in dtypes)
+
+
 @cache
-def forward_graphs(epilogue: Epilogue, operands: int) -> tuple[Graph, Graph]:
-    """Prologue and epilogue of a plain norm: operand 0 as it is, then `epilogue` of xhat and the other operands."""
-    names = [operand_name(i) for i in range(operands)]
-    return pointwise(lambda c: c, names[:1]), pointwise(epilogue, ["xhat", *names[1:]])
+def forward_graphs(
+    prologue: Prologue, epilogue: Epilogue, dtypes: tuple[torch.dtype, ...], compute: torch.dtype
+) -> tuple[Graph, Graph]:
+    """`dtypes` are those of the operands inside a kernel."""
+    names = [operand_name(i) for i in range(len(dtypes))]
+    before = pointwise(prologue, names, dtypes)
+    return before, pointwise(epilogue, ["xhat", "c", *names], [compute, compute, *dtypes])

@@ -6,12 +6,18 @@ from typing import Any
 
 import torch
 
-from warpnorm.problem import Epilogue, Graph, grad_output_name, operand_name
+from warpnorm.problem import Epilogue, Graph, Prologue, grad_output_name, operand_name
+from warpnorm.space import Gradients
 from warpnorm.trace.capture import forward_graphs, pointwise
 
 
 def vjp(
-    function: Callable[..., Any], inputs: Sequence[str], wanted: Sequence[str], grad_outputs: Sequence[str]
+    function: Callable[..., Any],
+    inputs: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    wanted: Sequence[str],
+    grad_outputs: Sequence[str],
+    compute: torch.dtype,
 ) -> Graph:
     """The graph (inputs, grad_outputs) -> the gradient of each wanted input, elementwise and not yet summed
     over the axes along which that input is broadcast."""
@@ -19,23 +25,45 @@ def vjp(
     def gradients(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         primals, tangents = values[: len(inputs)], values[len(inputs) :]
         by_name = dict(zip(inputs, primals, strict=True))
+        if not wanted:
+            return ()
 
         def of_wanted(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
             given = by_name | dict(zip(wanted, some, strict=True))
             result = function(*(given[name] for name in inputs))
-            return result if isinstance(result, tuple) else (result,)
+            results = result if isinstance(result, tuple) else (result,)
+            return tuple(r.expand(t.shape) for r, t in zip(results, tangents, strict=True))
 
-        pull_back = torch.func.vjp(of_wanted, *(by_name[name] for name in wanted))[1]
-        return pull_back(tuple(tangents))
+        results, pull_back = torch.func.vjp(of_wanted, *(by_name[name] for name in wanted))[:2]
+        return pull_back(tuple(t.to(r.dtype) for t, r in zip(tangents, results, strict=True)))
 
-    return pointwise(gradients, (*inputs, *grad_outputs))
+    return pointwise(gradients, (*inputs, *grad_outputs), (*dtypes, *[compute] * len(grad_outputs)))
 
 
 @cache
-def backward_graphs(epilogue: Epilogue, operands: int, wanted: tuple[int, ...]) -> tuple[Graph, Graph, Graph]:
-    """The prologue again, and the gradients of a plain norm's epilogue and prologue by the wanted operands."""
-    names = [operand_name(i) for i in range(operands)]
-    by_epilogue = ["xhat"] * (0 in wanted) + [names[i] for i in wanted if i != 0]
-    epilogue_vjp = vjp(epilogue, ["xhat", *names[1:]], by_epilogue, [grad_output_name(0)])
-    prologue_vjp = vjp(lambda c: c, names[:1], names[:1] if 0 in wanted else [], ["grad_c"])
-    return forward_graphs(epilogue, operands)[0], epilogue_vjp, prologue_vjp
+def backward_graphs(
+    prologue: Prologue,
+    epilogue: Epilogue,
+    dtypes: tuple[torch.dtype, ...],
+    compute: torch.dtype,
+    gradients: Gradients,
+) -> tuple[Graph, Graph, Graph]:
+    """The prologue again, and the gradients of the epilogue and of the prologue by the wanted operands."""
+    names = [operand_name(i) for i in range(len(dtypes))]
+    reached = ["xhat"] * gradients.needs_grad_xhat + ["c"] * gradients.needs_grad_c
+
+    def given_outputs(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = epilogue(*values)
+        return tuple(results[i] for i in gradients.given)
+
+    epilogue_vjp = vjp(
+        given_outputs,
+        ["xhat", "c", *names],
+        [compute, compute, *dtypes],
+        [*reached, *(names[i] for i in gradients.of_epilogue)],
+        [grad_output_name(k) for k in range(len(gradients.given))],
+        compute,
+    )
+    of_prologue = [names[i] for i in gradients.of_prologue]
+    prologue_vjp = vjp(prologue, names, dtypes, of_prologue, ["grad_c"], compute)
+    return forward_graphs(prologue, epilogue, dtypes, compute)[0], epilogue_vjp, prologue_vjp

@@ -1,4 +1,5 @@
-"""A traced `torch.fx` graph becomes the frozen record of a pointwise graph, or an error names what does not fit."""
+"""A traced `torch.fx` graph becomes the frozen record of a pointwise graph, or an error names what does not fit. Numbers
+are folded, and what writes into a value gives a new one."""
 
 import operator
 from typing import Any
@@ -6,7 +7,7 @@ from typing import Any
 import torch
 
 from warpnorm.errors import OperatorError
-from warpnorm.problem import Graph, Node, Value
+from warpnorm.problem import Graph, Literal, Node, Value
 from warpnorm.trace import operators
 
 
@@ -20,7 +21,7 @@ def from_fx(traced: torch.fx.Graph, inputs: tuple[str, ...]) -> Graph:
         if isinstance(arg, torch.fx.Node):
             return names[arg]
         if isinstance(arg, bool | int | float):
-            return arg
+            return Literal.of(arg)
         raise OperatorError(f"a traced function may hold tensors and numbers, not {arg!r}")
 
     for node in traced.nodes:
@@ -29,13 +30,51 @@ def from_fx(traced: torch.fx.Graph, inputs: tuple[str, ...]) -> Graph:
         elif node.op == "output":
             result = node.args[0]
             outputs = tuple(value(arg) for arg in (result if isinstance(result, tuple | list) else (result,)))
-        elif node.op == "call_function" and node.target is not operator.getitem:
-            name = str(node.target)
-            operators.check(name)
-            if node.kwargs:
-                raise OperatorError(f"{name} with {', '.join(node.kwargs)} cannot be fused")
-            names[node] = f"t{len(nodes)}"
-            nodes.append(Node(f"t{len(nodes)}", name, tuple(value(arg) for arg in node.args)))
-        else:
+        elif node.op != "call_function" or node.target is operator.getitem:
             raise OperatorError(f"{node.target} cannot be fused: it is not an elementwise operator on tensors")
-    return Graph(inputs, tuple(nodes), outputs)
+        else:
+            names[node] = _node(node, value, nodes)
+            if operators.writes(node.target):
+                names[node.args[0]] = names[node]
+    return Graph(inputs, _alive(nodes, outputs), outputs)
+
+
+def _node(node: torch.fx.Node, value: Any, nodes: list[Node]) -> Value:
+    """The value of one operator: a number, something that is there already, or a new node."""
+    target: Any = node.target
+    if target in operators.FILLED:
+        filled = operators.FILLED[target](node.args)
+        return Literal.of(operators.as_number(filled, node.meta["val"].dtype))
+    if target in operators.SAME:
+        return value(node.args[operators.SAME[target]])
+    if target in operators.EMPTY:
+        return Literal.of(float("nan"))
+    name, args = operators.spelled(target, node.args, node.kwargs)
+    operators.check(name)
+    values = tuple(value(arg) for arg in args)
+    dtype = node.meta["val"].dtype
+    if all(isinstance(v, Literal) for v in values) and not operators.is_cast(name):
+        return _folded(target, node, values, dtype)
+    nodes.append(Node(f"t{len(nodes)}", name, values, dtype))
+    return nodes[-1].name
+
+
+def _folded(target: Any, node: torch.fx.Node, values: tuple[Value, ...], dtype: torch.dtype) -> Literal:
+    """An operator on numbers alone, by PyTorch itself."""
+    numbers = iter(values)
+    args = [
+        torch.tensor(literal.value, dtype=arg.meta["val"].dtype) if isinstance(arg, torch.fx.Node) else arg
+        for arg, literal in zip(node.args, numbers, strict=False)
+        if isinstance(literal, Literal)
+    ]
+    return Literal.of(operators.as_number(target(*args, **node.kwargs).item(), dtype))
+
+
+def _alive(nodes: list[Node], outputs: tuple[Value, ...]) -> tuple[Node, ...]:
+    needed = set(outputs)
+    alive = []
+    for node in reversed(nodes):
+        if node.name in needed:
+            needed.update(node.args)
+            alive.append(node)
+    return tuple(reversed(alive))

@@ -1,0 +1,93 @@
+"""Teams: programs that run at the same time and exchange sums. The interpreter runs programs one after another, so they are
+tested here alone: every size of a team, launch after launch, on two streams at once, and in graphs."""
+
+import pytest
+import torch
+
+from kernel_contracts.running import NORMS, call_for, check_accuracy, gradient_for, operands_for, run_planned
+from warpnorm import pipeline
+from warpnorm.norms import RMS_NORM, Norm
+from warpnorm.plan.plan import TEAM, Plan
+
+PLANS = (
+    Plan(TEAM, 1, 128, 2, programs=8, splits=2),
+    Plan(TEAM, 1, 128, 4, programs=3, splits=2, stages=3),
+    Plan(TEAM, 1, 64, 1, programs=5, splits=4, stages=2),
+    Plan(TEAM, 1, 32, 1, programs=4, splits=8, stages=3),
+    Plan(TEAM, 1, 16, 1, programs=2, splits=16),
+)
+
+
+@pytest.mark.parametrize("cols", [200, 256])
+@pytest.mark.parametrize("rows", [1, 2, 3, 11, 64])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_every_team(plan: Plan, norm: Norm, rows: int, cols: int, device: str) -> None:
+    def make(seed: int) -> torch.Tensor:
+        return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(device)
+
+    check_accuracy(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, None, plan))
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_many_launches_of_different_lengths(norm: Norm, device: str) -> None:
+    """The numbers of exchanges go on from launch to launch, and every launch leaves them elsewhere."""
+    plan = PLANS[1]
+    for rows in (1, 2, 3, 4, 5, 7, 100, 3, 1, 1000, 6):
+        operands = operands_for(norm, torch.randn(rows, 256, device=device), 1)
+        grad = gradient_for(operands[0])
+        found = run_planned(norm, operands, grad, None, plan)
+        expected = run_planned(norm, operands, grad, None, Plan("row", 1, 256, 4, programs=3))
+        for a, b in zip(found.gradients, expected.gradients, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        again = run_planned(norm, operands, grad, None, plan)
+        assert all(a.equal(b) for a, b in zip(again.gradients, found.gradients, strict=True))
+
+
+def test_two_streams_at_once(device: str) -> None:
+    plan = Plan(TEAM, 1, 2048, 8, programs=33, splits=4, stages=2)
+    operands = operands_for(RMS_NORM, torch.randn(4000, 8192, device=device).bfloat16(), 1)
+    grad = gradient_for(operands[0])
+    expected = run_planned(RMS_NORM, operands, grad, None, plan).gradients
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    found = []
+    for _ in range(5):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                found.append(run_planned(RMS_NORM, operands, grad, None, plan).gradients)
+    torch.cuda.synchronize()
+    for gradients in found:
+        assert all(a.equal(b) for a, b in zip(gradients, expected, strict=True))
+
+
+def test_replayed_graphs(device: str) -> None:
+    plan = Plan(TEAM, 1, 64, 2, programs=3, splits=4, stages=2)
+    operands = operands_for(RMS_NORM, torch.randn(50, 256, device=device), 1)
+    grad = gradient_for(operands[0])
+    call = call_for(RMS_NORM, 1, *operands)
+    _, statistics = pipeline.forward(call, operands)
+    expected = pipeline.backward(call, operands, (grad,), statistics, (0, 1), plan=plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [pipeline.backward(call, operands, (grad,), statistics, (0, 1), plan=plan) for _ in range(3)]
+    for _ in range(4):
+        for result in results:
+            for gradient in result.values():
+                gradient.fill_(float("nan"))
+        graph.replay()
+        for result in results:
+            assert all(result[i].equal(expected[i]) for i in (0, 1))
+
+
+@pytest.mark.parametrize("cols", [16_384, 32_768, 65_536, 262_144])
+def test_widths_that_choose_a_team(cols: int, device: str) -> None:
+    input = torch.randn(300, cols, device=device).bfloat16()
+    operands = operands_for(RMS_NORM, input, 1)
+    call = call_for(RMS_NORM, 1, *operands)
+    grad = gradient_for(input)
+    from warpnorm.problem import View
+
+    views = tuple(View.of(t) for t in (*operands, grad))
+    assert pipeline.prepare_backward(call, views, input.device, (0,), (0, 1), None).plan.pattern == TEAM
+    check_accuracy(RMS_NORM, 1, lambda seed: torch.randn(30, cols, device=device).bfloat16())

@@ -1,0 +1,161 @@
+"""One node of a graph becomes one line of Triton: the row of the operator table, its arguments in the dtype that the
+operator computes in, numbers spelled so that they keep their precision."""
+
+import torch
+
+from warpnorm.errors import OperatorError
+from warpnorm.problem import (
+    BY_ROW,
+    COLUMN,
+    TILES,
+    BackwardProblem,
+    Graph,
+    Literal,
+    Node,
+    Problem,
+    Value,
+    grad_output_name,
+    operand_name,
+)
+from warpnorm.trace.operators import TOTAL, TRITON, TRITON_HALF, is_cast
+
+TYPES = {
+    torch.float64: "tl.float64",
+    torch.float32: "tl.float32",
+    torch.float16: "tl.float16",
+    torch.bfloat16: "tl.bfloat16",
+    torch.bool: "tl.int1",
+    torch.uint8: "tl.uint8",
+    torch.int8: "tl.int8",
+    torch.int16: "tl.int16",
+    torch.int32: "tl.int32",
+    torch.int64: "tl.int64",
+}
+FLOAT8 = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+DTYPES = (*TYPES, *FLOAT8)  # that a tensor may have
+BOOLEAN_TOO = ("where", "eq", "ne", "logical_and", "logical_or", "logical_xor", "logical_not")
+INTEGER_TOO = ("add", "sub", "mul", "neg", "abs", "maximum", "minimum", "relu", "convert", "bitwise_and", "bitwise_or",
+               "bitwise_xor", "bitwise_not", "where", "sign")  # fmt: skip
+
+
+def as_compute(value: str, dtype: torch.dtype, compute: torch.dtype) -> str:
+    """A loaded value inside the kernel: floating ones in the dtype of computation, the others as they are."""
+    if dtype in FLOAT8:
+        return f"ours.from_{FLOAT8[dtype]}({value}).to({TYPES[compute]})"
+    if not dtype.is_floating_point or dtype == compute:
+        return value
+    return f"{value}{_by_float32(dtype, compute)}.to({TYPES[compute]})"
+
+
+def as_stored(value: str, compute: torch.dtype, dtype: torch.dtype) -> str:
+    if dtype in FLOAT8:
+        return f"ours.to_{FLOAT8[dtype]}({value}.to(tl.float32))"
+    return f"{value}{_by_float32(compute, dtype)}.to({TYPES[dtype]})"
+
+
+def _by_float32(source: torch.dtype, target: torch.dtype) -> str:
+    """Between float64 and the halves by way of float32, which is where Triton converts."""
+    is_far = source.is_floating_point and target.is_floating_point and {source.itemsize, target.itemsize} == {2, 8}
+    return ".to(tl.float32)" if is_far else ""
+
+
+def literal(value: Literal) -> str:
+    number = value.value
+    if isinstance(number, float) and (number != number or number in (float("inf"), -float("inf"))):
+        return f'float("{number}")'
+    return value.text
+
+
+def lines(graph: Graph, problem: Problem) -> list[str]:
+    dtypes = input_dtypes(graph, problem)
+    found = []
+    for node in graph.nodes:
+        found.append(f"{node.name} = {_expression(node, dtypes, problem)}")
+        dtypes[node.name] = problem.compute if node.dtype.is_floating_point else node.dtype
+    return found
+
+
+def input_dtypes(graph: Graph, problem: Problem) -> dict[str, torch.dtype]:
+    dtypes = dict.fromkeys(graph.inputs, problem.compute)
+    for i, operand in enumerate(problem.operands):
+        if not operand.dtype.is_floating_point:
+            dtypes[operand_name(i)] = operand.dtype
+    return dtypes
+
+
+def _expression(node: Node, dtypes: dict[str, torch.dtype], problem: Problem) -> str:
+    compute = problem.compute
+    if is_cast(node.operator):
+        return _cast(node, dtypes, compute)
+    own = [dtypes[arg] for arg in node.args if isinstance(arg, str)]
+    template = TRITON[node.operator]
+    if problem.is_half:
+        template = TRITON_HALF.get(node.operator, template)
+    if node.operator == "keep":
+        seed, offset, threshold, scale, stream = node.args
+        assert isinstance(scale, Literal)
+        return template.format(seed, offset, threshold, _number(scale, template, True, compute), stream)
+    if not node.dtype.is_floating_point and node.dtype != torch.bool and node.operator not in INTEGER_TOO:
+        raise OperatorError(f"{node.operator} of integers cannot be fused; convert them to floating point first")
+    is_float = node.dtype.is_floating_point or any(dtype.is_floating_point for dtype in own)
+    args = []
+    for k, arg in enumerate(node.args):
+        is_condition = node.operator == "where" and k == 0
+        if isinstance(arg, str):
+            needs_cast = is_float and not is_condition and not dtypes[arg].is_floating_point
+            if not needs_cast and dtypes[arg] == torch.bool and not node.dtype.is_floating_point:
+                needs_cast = node.dtype != torch.bool and not is_condition
+                args.append(f"{arg}.to({TYPES[node.dtype]})" if needs_cast else arg)
+            else:
+                args.append(f"{arg}.to({TYPES[compute]})" if needs_cast else arg)
+        else:
+            args.append(_number(arg, template, is_float, compute))
+    return template.format(*args)
+
+
+def _number(value: Literal, template: str, is_float: bool, compute: torch.dtype) -> str:
+    """Triton takes a bare number for a float32, except beside a tensor in an arithmetic operator."""
+    text = literal(value)
+    if not is_float or ("(" not in template and compute == torch.float32):
+        return f"({text})" if text.startswith("-") else text
+    return f"tl.full((1, 1), {text}, {TYPES[compute]})"
+
+
+def _cast(node: Node, dtypes: dict[str, torch.dtype], compute: torch.dtype) -> str:
+    """Rounds to the dtype; a floating result is then in the dtype of computation again."""
+    (arg,) = node.args
+    text = arg if isinstance(arg, str) else f"tl.full((1, 1), {literal(arg)}, {TYPES[compute]})"
+    source = dtypes[arg] if isinstance(arg, str) else compute
+    target = node.dtype
+    if target in FLOAT8:
+        return f"ours.from_{FLOAT8[target]}(ours.to_{FLOAT8[target]}({text}.to(tl.float32))).to({TYPES[compute]})"
+    if target == torch.bool:
+        return f"{text} != 0"
+    if not target.is_floating_point:
+        return f"{text}.to({TYPES[target]})"
+    if not source.is_floating_point or target.itemsize >= compute.itemsize:
+        return text if source == compute else f"{text}.to({TYPES[compute]})"
+    return f"{text}{_by_float32(source, target)}.to({TYPES[target]}){_by_float32(target, compute)}.to({TYPES[compute]})"
+
+
+def is_tile(value: str, graph: Graph, problem: Problem) -> bool:
+    """Whether a value varies by row and by column, so that it has the shape of a tile."""
+    reach: dict[str, tuple[bool, bool]] = dict.fromkeys(("xhat", "c", "grad_c"), (True, True))
+    for i, operand in enumerate(problem.operands):
+        reach[operand_name(i)] = (operand.axes in BY_ROW, operand.axes in (*TILES, COLUMN))
+    if isinstance(problem, BackwardProblem):
+        reach |= dict.fromkeys(map(grad_output_name, range(len(problem.grad_outputs))), (True, True))
+
+    def of(arg: Value) -> tuple[bool, bool]:
+        return reach[arg] if isinstance(arg, str) else (False, False)
+
+    for node in graph.nodes:
+        found = [of(arg) for arg in node.args]
+        is_drawn = node.operator == "keep"
+        reach[node.name] = (is_drawn or any(r for r, _ in found), is_drawn or any(c for _, c in found))
+    return all(of(value))
+
+
+def is_finite_where_masked(*graphs: Graph) -> bool:
+    """Whether lanes without an element, whose operands are zero, cannot become NaN."""
+    return all(node.operator in TOTAL for graph in graphs for node in graph.nodes)

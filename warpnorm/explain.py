@@ -1,0 +1,251 @@
+"""`explain`: what a function becomes. The captured graph, the problem, the plan and why, the generated source, the
+launches and the bytes that they move, and on request what the compiled code holds; also for a GPU that is not here."""
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from warpnorm import pipeline, settings
+from warpnorm.codegen import pointwise
+from warpnorm.errors import InputError
+from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, leader
+from warpnorm.plan import choose, grid
+from warpnorm.plan import device as devices
+from warpnorm.plan.device import Device
+from warpnorm.plan.plan import LONG_ROW, ROW, Plan
+from warpnorm.problem import NUMBER, TILES, BackwardProblem, ForwardProblem, Operand, View
+from warpnorm.space import Space
+
+DEFAULT_TARGET = "sm_90"
+
+
+@dataclass(frozen=True)
+class Direction:
+    """Forward or backward: the problem, the plan with its reason, generated source, launches as (kernel, grid), the bytes
+    that they move and the least that any way would have to (every tensor read or written once). `listings` holds what the
+    compiled code of each kernel contains, where that was asked for."""
+
+    problem: ForwardProblem | BackwardProblem
+    plan: Plan
+    source: str
+    launches: tuple[tuple[str, tuple[int, ...]], ...]
+    bytes_moved: int
+    least_bytes: int
+    listings: dict[str, Any]
+
+    def lines(self) -> list[str]:
+        plan = self.plan
+        sizes = f"{plan.block_rows} x {plan.block_cols}, {plan.warps} warps, {plan.stages} stages"
+        shared = f", {plan.programs} programs" * bool(plan.programs) + f", {plan.splits} to a row" * (plan.splits > 1)
+        lines = [
+            f"plan       {plan.pattern}: tiles of {sizes}{shared}",
+            f"why        {plan.why}",
+            *(f"launch     {name} on {' x '.join(map(str, size))} programs" for name, size in self.launches),
+            f"memory     {_megabytes(self.bytes_moved)} moved, {_megabytes(self.least_bytes)} is the least "
+            f"({self.bytes_moved / max(self.least_bytes, 1):.2f} times)",
+        ]
+        return lines + [f"compiled   {name}: {listing}" for name, listing in self.listings.items()]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Prints as a report; every part of it is a field."""
+
+    name: str
+    norm: str
+    prologue: str
+    epilogue: str
+    operands: tuple[str, ...]
+    outputs: tuple[torch.dtype, ...]
+    route: str
+    target: str
+    forward: Direction
+    backward: Direction | None
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.name}: {self.norm}",
+            f"runs       {self.route}",
+            f"target     {self.target}",
+            "",
+            "operands",
+            *(f"  {operand}" for operand in self.operands),
+            "",
+            "prologue   " + _indented(self.prologue),
+            "epilogue   " + _indented(self.epilogue),
+        ]
+        for title, direction in (("forward", self.forward), ("backward", self.backward)):
+            if direction is not None:
+                lines += ["", title, *(f"  {line}" for line in direction.lines())]
+        if self.backward is None:
+            lines += ["", "backward   no tensor requires a gradient"]
+        lines += ["", "source of forward", "", self.forward.source]
+        if self.backward is not None:
+            lines += ["", "source of backward", "", self.backward.source]
+        return "\n".join(lines)
+
+
+def explain(
+    function: Callable[..., Any], *args: Any, asm: bool = False, target: str | None = None, **kwargs: Any
+) -> Explanation:
+    """What `function`, fused or not yet, becomes when it is called with these arguments. Nothing is computed.
+
+    asm: also compile, and count in the code: shuffles, barriers, widths of loads and stores, registers, spills.
+    target: the GPU to plan and compile for, which need not be here: one of sm_80, sm_90, sm_100, gfx942. By default the
+        one that the tensors are on, and sm_90 for tensors on a CPU.
+    """
+    fused, owner = _fused(function)
+    request = fused.request(owner, args, kwargs)
+    prepared = fused.prepare(request)
+    device_at_hand = leader(request.tensors).device
+    if target is not None and target not in devices.KNOWN:
+        raise InputError(f"explain: target is {target!r}, but must be one of {', '.join(devices.KNOWN)}")
+    if target is None and device_at_hand.type == "cuda":
+        device, shown = devices.of(device_at_hand), torch.cuda.get_device_name(device_at_hand)
+    else:
+        shown = target or DEFAULT_TARGET
+        device = devices.KNOWN[shown]
+    return _explanation(fused, prepared, request.tensors, device, shown, device_at_hand, asm)
+
+
+def _fused(function: Callable[..., Any]) -> tuple[Fused, Any]:
+    bound: Any = getattr(function, "func", None)
+    if isinstance(function, functools.partial) and getattr(bound, "__func__", None) is Fused.run:
+        return bound.__self__, function.args[0]  # a fused method, bound to its owner
+    return fuse(function), NOTHING
+
+
+def _explanation(
+    fused: Fused,
+    prepared: Prepared,
+    tensors: Sequence[torch.Tensor],
+    device: Device,
+    shown: str,
+    device_at_hand: torch.device,
+    asm: bool,
+) -> Explanation:
+    call, operands = arrange(prepared, tensors)
+    views = [View.of(operand) for operand in operands] + [View.of(0)] * (2 * prepared.captured.draws)
+    shape = torch.broadcast_shapes(*(o.shape for o in operands))  # type: ignore[union-attr]
+    outputs = [View.of(torch.empty(shape, dtype=dtype, device="meta")) for dtype in call.outputs]
+    problem, space = pipeline.forward_problem(call, (*views, *outputs))
+    wanted = tuple(i for i, o in enumerate(operands) if isinstance(o, torch.Tensor) and o.requires_grad)
+    backward = None
+    if wanted:
+        given = tuple(k for k, dtype in enumerate(call.outputs) if dtype.is_floating_point)
+        grads = [outputs[k] for k in given]
+        backward = _backward(
+            *pipeline.backward_problem(call, (*views, *grads), given, wanted), views, grads, device, asm
+        )
+    names = [*prepared.captured.names, *["seed", "offset"] * prepared.captured.draws]
+    described = tuple(
+        f"{name}: {'x'.join(map(str, view.shape)) or 'scalar'} {str(view.dtype).removeprefix('torch.')}, {operand.axes}"
+        for name, view, operand in zip(names, views, problem.operands, strict=False)
+    )
+    return Explanation(
+        name=getattr(fused, "__qualname__", "function"),
+        norm=f"{call.norm.name} over the last {call.col_dims} of {len(shape)} dimensions, eps {call.eps:g}",
+        prologue=_readable(str(call.prologue), names),
+        epilogue=_readable(str(call.epilogue), names),
+        operands=described,
+        outputs=call.outputs,
+        route=_route(tensors, device_at_hand),
+        target=shown,
+        forward=_forward(problem, space, views, outputs, device, asm),
+        backward=backward,
+    )
+
+
+def _route(tensors: Sequence[torch.Tensor], device: torch.device) -> str:
+    route = pipeline.route(leader(tensors), *tensors)
+    if route == "kernels":
+        return "as one kernel forward"
+    if settings.current().route == "reference":
+        return "as plain PyTorch, because the setting WARPNORM_ROUTE is reference"
+    why = "its tensors have no elements" if leader(tensors).numel() == 0 else f"its tensors are on {device}"
+    if device.type == "cuda" and not pipeline.has_triton():
+        why = "Triton is not installed"
+    return f"as plain PyTorch, because {why}"
+
+
+def _forward(
+    problem: ForwardProblem, space: Space, views: Sequence[View], outputs: Sequence[View], device: Device, asm: bool
+) -> Direction:
+    plan = choose.forward(problem, device)
+    least = _bytes(views, problem.operands) + _bytes(outputs, problem.outputs)
+    statistics = len(problem.norm.statistics) * space.rows * problem.compute.itemsize
+    again = _bytes(views, problem.operands, TILES) if plan.pattern == LONG_ROW else 0
+    listings: dict[str, Any] = {}
+    name = f"{plan.pattern}_forward_kernel"
+    if asm:
+        from warpnorm.codegen import bind, listing
+
+        listings[name] = listing.read(bind.forward(problem, plan, device, 0))
+    launches = ((name, grid.forward(plan, space)),)
+    return Direction(
+        problem, plan, pointwise.forward_source(problem), launches, least + statistics + again, least, listings
+    )
+
+
+def _backward(
+    problem: BackwardProblem, space: Space, views: Sequence[View], grads: Sequence[View], device: Device, asm: bool
+) -> Direction:
+    plan = choose.backward(problem, device)
+    read = _bytes(views, problem.operands) + _bytes(grads, problem.grad_outputs)
+    written = sum(_bytes([views[i]], [problem.operands[i]]) for i in problem.wanted)
+    tiles = _bytes(views, problem.operands, TILES) + _bytes(grads, problem.grad_outputs)
+    has_sums = plan.pattern == LONG_ROW and problem.needs_grad_xhat
+    times = 2 if has_sums else plan.splits if plan.pattern == ROW else 1
+    statistics = len(problem.norm.statistics) * space.rows * problem.compute.itemsize * (1 + 2 * has_sums)
+    sums = [grid.partial_sum(plan, space, problem.gradients[i].axes) for i in problem.reduced]
+    partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize
+    launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), grid.backward(plan, space))]
+    if has_sums:
+        launches.insert(0, ("long_row_sums_kernel", (space.rows, 1)))
+    sum_plan = choose.column_sum(problem, device)
+    if sums:
+        blocks = -(-max(s.width for s in sums) // sum_plan.block_cols)
+        launches.append(("column_sum_kernel", (blocks, len(sums), max(s.groups for s in sums))))
+    listings: dict[str, Any] = {}
+    if asm:
+        from warpnorm.codegen import bind, listing
+
+        kernels = {_kernel_name(plan): bind.backward(problem, plan, device, 0)}
+        kernels["long_row_sums_kernel"] = bind.backward_sums(problem, plan, device, 0)
+        kernels["column_sum_kernel"] = bind.column_sum(problem, sum_plan, device, 0)
+        listings = {name: listing.read(kernel) for name, kernel in kernels.items() if kernel is not None}
+    least = read + written
+    moved = least + (times - 1) * tiles + statistics + partials
+    return Direction(problem, plan, pointwise.backward_source(problem), tuple(launches), moved, least, listings)
+
+
+def _kernel_name(plan: Plan) -> str:
+    return "long_row_backward_kernel" if plan.pattern == LONG_ROW else "row_backward_kernel"
+
+
+def _bytes(views: Sequence[View], operands: Sequence[Operand], axes: Sequence[str] | None = None) -> int:
+    """Of the elements that are there; an expanded tensor has fewer than its shape says."""
+    total = 0
+    for view, operand in zip(views, operands, strict=False):
+        if operand.axes != NUMBER and (axes is None or operand.axes in axes):
+            own = prod(size for size, stride in zip(view.shape, view.strides, strict=True) if stride)
+            total += own * view.dtype.itemsize
+    return total
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.3g} MB" if count >= 1e5 else f"{count} bytes"
+
+
+def _readable(text: str, names: Sequence[str]) -> str:
+    """With the user's names of the operands."""
+    return re.sub(r"\boperand(\d+)\b", lambda found: names[int(found[1])], text)
+
+
+def _indented(text: str) -> str:
+    return text.replace("\n", "\n           ")

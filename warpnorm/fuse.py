@@ -1,0 +1,255 @@
+"""`fuse`: an ordinary PyTorch function with one norm in it becomes one kernel, forward and backward. It is captured at its
+first call; a function that cannot be fused raises a FusionError there that says why, and is never run in another way."""
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from warpnorm import functional, norms, pipeline
+from warpnorm.errors import InputError, InputTypeError
+from warpnorm.problem import Call
+from warpnorm.trace import environment, fusion, handlers
+
+LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
+NOTHING: Any = object()
+HANDLERS = handlers.TORCH | {functional.layer_norm: handlers.layer_norm, functional.rms_norm: handlers.rms_norm}
+NORMS = {norm.name: norm for norm in norms.ALL}
+
+
+class Request(NamedTuple):
+    """One call: what the function is given, all tensors that it may read (its arguments', then the others), and a key."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[torch.Tensor]
+    key: Any
+
+
+class Prepared(NamedTuple):
+    """A captured function on tensors of one exact shape."""
+
+    captured: fusion.Captured
+    inputs: tuple[fusion.Input, ...]
+    leaves: tuple[Any, ...]
+
+
+class Fused:
+    """A function that runs as one kernel. Binds to an owner as functions do."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._captured: dict[Any, list[fusion.Captured]] = {}
+        self._prepared: dict[Any, Prepared] = {}
+        self._differentiable: set[Any] = set()
+        self._lock = threading.RLock()
+        functools.update_wrapper(self, function)
+        self.__wrapped__ = function
+
+    def __get__(self, owner: Any, kind: type | None = None) -> Any:
+        return self if owner is None else functools.partial(self.run, owner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(NOTHING, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<warpnorm.fuse of {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)}>"
+
+    def __deepcopy__(self, memo: Any) -> "Fused":
+        return self
+
+    def __reduce__(self) -> Any:
+        return fuse, (self.__wrapped__,)
+
+    def run(self, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """One call; `owner` is the object whose method this is."""
+        given = args if owner is NOTHING else (owner, *args)
+        if pipeline.is_seen_through(()):
+            return self.__wrapped__(*given, **kwargs)
+        request = self.request(owner, args, kwargs)
+        if pipeline.is_seen_through(request.tensors):
+            return self.__wrapped__(*given, **kwargs)
+        prepared = self.prepare(request)
+        if pipeline.route(leader(request.tensors), *request.tensors) != "kernels":
+            return self.__wrapped__(*given, **kwargs)
+        call, operands = arrange(prepared, request.tensors)
+        if prepared.captured.draws:
+            operands += draw(leader(request.tensors).device)
+        outputs = pipeline.normalize(call, operands)
+        leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
+        return pytree.tree_unflatten(leaves, prepared.captured.tree)
+
+    def request(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
+        tensors: list[torch.Tensor] = []
+        key = tuple([_key(arg, tensors) for arg in args])
+        if kwargs:
+            key = (*key, *((name, _key(arg, tensors)) for name, arg in kwargs.items()))
+        function = self.__wrapped__
+        around = environment.read(function) if owner is NOTHING else environment.read(function, owner)
+        places = tuple([_key(tensor, tensors) for tensor in around.tensors])
+        given = args if owner is NOTHING else (owner, *args)
+        return Request(given, kwargs, tensors, (key, around.key, places, torch.get_default_dtype(), _autocast(tensors)))
+
+    def prepare(self, request: Request) -> Prepared:
+        """Captures at the first call, and again only where nothing captured so far fits."""
+        tensors = request.tensors
+        layout = (request.key, tuple([(t.shape, t.dtype, t.device) for t in tensors]))
+        prepared = self._prepared.get(layout)
+        if prepared is None:
+            with self._lock:
+                captured = self._capture(request)
+            sizes = captured.sizes(tensors)
+            leaves = tuple(leaf.at(sizes) if isinstance(leaf, fusion.Input) else leaf for leaf in captured.leaves)
+            prepared = Prepared(captured, tuple(i.at(sizes) for i in captured.inputs), leaves)
+            if len(self._prepared) >= LARGEST_CACHE:
+                self._prepared.clear()
+            self._prepared[layout] = prepared
+        if torch.is_grad_enabled():
+            self._check_gradients(prepared, tensors)
+        return prepared
+
+    def _capture(self, request: Request) -> fusion.Captured:
+        tensors = request.tensors
+        if not tensors:
+            raise InputError("a fused function needs a tensor among its arguments, but there is none")
+        devices = {t.device for t in tensors if not _is_host_scalar(t)}
+        if len(devices) > 1:
+            raise InputError(
+                f"the tensors of a fused function are on {', '.join(sorted(map(str, devices)))}, not on one"
+            )
+        kind = (request.key, tuple((t.ndim, t.dtype, t.device, _fixed_sizes(t)) for t in tensors))
+        known = self._captured.get(kind, [])
+        for captured in known:
+            if captured.fits(captured.sizes(tensors)):
+                return captured
+        names = _names(self.__wrapped__, request)
+        captured = fusion.capture_call(
+            self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS
+        )
+        self._captured[kind] = [*known, captured]
+        return captured
+
+    def _check_gradients(self, prepared: Prepared, tensors: Sequence[torch.Tensor]) -> None:
+        wanted = tuple([k for k, i in enumerate(prepared.inputs) if tensors[i.index].requires_grad])
+        key = (prepared.captured.call, wanted)
+        if wanted and key not in self._differentiable:
+            fusion.check_gradients(prepared.captured, [tensors[i.index].dtype for i in prepared.inputs], wanted)
+            self._differentiable.add(key)
+
+
+def fuse(function: Callable[..., Any]) -> Fused:
+    """An ordinary PyTorch function with one norm in it, as one kernel forward and one, with a small sum, backward.
+
+        @warpnorm.fuse
+        def block(x, residual, weight, bias):
+            h = residual + F.silu(x)
+            return F.layer_norm(h, h.shape[-1:], weight, bias), h
+
+    The norm is torch's or warpnorm's, layer_norm or rms_norm, a function or a module. What comes before and after it must be
+    elementwise: everything before the norm that its results depend on is computed again in backward, nothing in between is
+    written to memory. Works on functions, lambdas, closures, methods and the `forward` of modules; tensors that the
+    function reads from outside are read anew at every call and get gradients.
+
+    On a CPU the function is captured and checked in the same way, and then runs as the plain PyTorch that it is.
+    Raises a FusionError at the first call where a function cannot be fused; see `warpnorm.explain` for what one becomes."""
+    if isinstance(function, Fused):
+        return function
+    if not callable(function):
+        raise InputTypeError(f"fuse: takes a function, but got a {type(function).__name__}")
+    return Fused(function)
+
+
+def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, list[torch.Tensor | float]]:
+    """The call and its operands, but for what is drawn: the user's tensors, seen through the function's views. Gradients can
+    be summed for one way of grouping rows; an operand that needs another is expanded, and PyTorch sums its gradient."""
+    call = prepared.captured.call
+    device = leader(tensors).device
+    operands: list[Any] = [i(tensors) for i in prepared.inputs]
+    axes: list[Any] = list(call.axes)
+    groups: tuple[bool, ...] | None = None
+    shape: Any = None
+    for k, operand in enumerate(operands):
+        if operand.device != device:  # a scalar on the CPU beside tensors on a GPU
+            operands[k] = operand = operand.to(device)
+        if not operand.requires_grad or not torch.is_grad_enabled():
+            continue
+        rows, cols = axes[k][: len(axes[k]) - call.col_dims], axes[k][len(axes[k]) - call.col_dims :]
+        is_partial = any(cols) and not all(cols)
+        if any(rows) and not all(rows) and not is_partial:
+            groups = groups or rows
+            is_partial = rows != groups
+        if is_partial:
+            shape = shape or torch.broadcast_shapes(*(o.shape for o in operands))
+            operands[k], axes[k] = operand.expand(shape), (True,) * len(shape)
+    if tuple(axes) != call.axes:
+        call = replace(call, axes=tuple(axes))
+    return call, operands
+
+
+def draw(device: torch.device) -> tuple[int, int]:
+    """A seed and an offset of PyTorch's generator, which moves on: `torch.manual_seed` repeats them."""
+    if device.type != "cuda":
+        return int(torch.randint(1 << 62, ())), 0
+    if torch.cuda.is_current_stream_capturing():
+        raise InputError("a fused dropout cannot be captured in a CUDA graph: every replay would draw the same mask")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    offset = generator.get_offset()
+    generator.set_offset(offset + 4)
+    seed = generator.initial_seed()
+    return seed - (1 << 64) if seed >= 1 << 63 else seed, offset
+
+
+def _leaf(leaf: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(leaf, fusion.Output):
+        return outputs[leaf.number]
+    return leaf(tensors) if isinstance(leaf, fusion.Input) else leaf
+
+
+def _key(arg: Any, tensors: list[torch.Tensor]) -> Any:
+    """Of an argument: a tensor is the place where it stands in `tensors`, and is added if it is not there."""
+    if isinstance(arg, torch.Tensor):
+        for place, tensor in enumerate(tensors):
+            if tensor is arg:
+                return place
+        tensors.append(arg)
+        return len(tensors) - 1
+    return environment.snapshot(arg, tensors)
+
+
+def _autocast(tensors: Sequence[torch.Tensor]) -> Any:
+    kind = tensors[0].device.type if tensors else "cpu"
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def leader(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor on the device that the function runs on. One without elements, if there is one: then nothing is launched."""
+    found = [t for t in tensors if not _is_host_scalar(t)] or list(tensors)
+    return next((t for t in found if t.numel() == 0), found[0])
+
+
+def _is_host_scalar(tensor: torch.Tensor) -> bool:
+    return tensor.ndim == 0 and tensor.device.type == "cpu"
+
+
+def _fixed_sizes(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The sizes that a capture holds on to: the last one, zeros and ones; -1 is any other."""
+    return tuple(size if size < 2 or dim == tensor.ndim - 1 else -1 for dim, size in enumerate(tensor.shape))
+
+
+def _names(function: Callable[..., Any], request: Request) -> list[str]:
+    """What the user calls each tensor: its parameter's name, or where it stands outside."""
+    names = {id(t): f"outer{k}" for k, t in enumerate(request.tensors)}
+    try:
+        given = inspect.signature(function).bind(*request.args, **request.kwargs).arguments
+    except (TypeError, ValueError):  # the call itself will say what is wrong
+        given = {f"argument{k}": arg for k, arg in enumerate(request.args)}
+    for name, value in given.items():
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            if isinstance(leaf, torch.Tensor):
+                names[id(leaf)] = name + pytree.keystr(path)
+    return [names[id(t)] for t in request.tensors]

@@ -1,0 +1,158 @@
+"""Elementwise functions that Triton's language does not have, or not as PyTorch rounds them; generated source calls them
+as `ours`. `place` says where a tile lies: row numbers, column offsets, columns of a row, and the mask."""
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice as library
+
+from warpnorm.trace.dropout import OUR_STREAMS
+
+FIRST_STREAM = tl.constexpr(OUR_STREAMS)
+# What is too large for a float8_e4m3fn is NaN up to PyTorch 2.12, and the largest number from then on
+TOO_LARGE = tl.constexpr(int(torch.tensor(1e4).to(torch.float8_e4m3fn).view(torch.uint8)))
+
+
+@triton.jit
+def held(x, PACK: tl.constexpr):
+    """x, but the compiler does not know it: what follows from x is computed again after this, instead of kept in
+    registers from before. PACK values are 32 bits. On NVIDIA's GPUs alone."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=PACK)
+
+
+@triton.jit
+def divide(x, y):
+    # `/` is off by two units in the last place in float32
+    if (x * y).dtype == tl.float32:
+        zeros = tl.zeros_like(x * y)
+        return tl.div_rn(zeros + x, zeros + y)
+    else:
+        return x / y
+
+
+@triton.jit
+def sqrt(x):
+    if x.dtype == tl.float32:
+        return tl.sqrt_rn(x)
+    else:
+        return tl.sqrt(x)
+
+
+@triton.jit
+def rsqrt(x):
+    return divide(1.0, sqrt(x))
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + library.exp(-x))
+
+
+@triton.jit
+def quick_divide(x, y):
+    return x / y  # off by two units in the last place
+
+
+@triton.jit
+def quick_sigmoid(x):
+    return library.fast_dividef(tl.full((1, 1), 1.0, tl.float32), 1.0 + library.fast_expf(-x))
+
+
+@triton.jit
+def quick_erf(x):
+    """Abramowitz and Stegun 7.1.26, off by 1.5e-7; near zero the first terms of the series, for the relative error."""
+    size = tl.abs(x)
+    t = library.fast_dividef(tl.full((1, 1), 1.0, tl.float32), 1.0 + 0.3275911 * size)
+    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    result = 1.0 - series * library.fast_expf(-size * size)
+    square = x * x
+    near_zero = x * (((-0.0268661706 * square + 0.1128379167) * square - 0.3761263890) * square + 1.1283791671)
+    return tl.where(size < 0.25, near_zero, tl.where(x < 0.0, -result, result))
+
+
+@triton.jit
+def maximum(x, y):
+    """NaN where either is."""
+    return tl.where((x > y) | (x != x), x, y)
+
+
+@triton.jit
+def minimum(x, y):
+    return tl.where((x < y) | (x != x), x, y)
+
+
+@triton.jit
+def sign(x):
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x * 0)).to(x.dtype)
+
+
+@triton.jit
+def signbit(x):
+    if x.dtype == tl.float64:
+        return x.to(tl.int64, bitcast=True) < 0
+    else:
+        return x.to(tl.int32, bitcast=True) < 0
+
+
+@triton.jit
+def remainder(x, y):
+    """With the sign of the divisor."""
+    rest = library.fmod(x, y)
+    return tl.where((rest != 0) & ((rest < 0) != (y < 0)), rest + y, rest)
+
+
+@triton.jit
+def keep(seed, offset, place, THRESHOLD, SCALE, STREAM):
+    """Of a dropout: SCALE or zero, drawn from the element's number. trace/dropout.py has the same in PyTorch."""
+    offset = offset.to(tl.int64)
+    element = place[0].to(tl.int64)[:, None] * place[2] + place[1][None, :]
+    low = (element & 0xFFFFFFFF).to(tl.uint32)
+    high = ((element >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    drawn = (offset & 0xFFFFFFFF).to(tl.uint32) + low * 0
+    last = ((((offset >> 32) & 0x7FFF) << 16) | STREAM | FIRST_STREAM).to(tl.uint32) + low * 0
+    word = tl.philox(seed.to(tl.int64), low, high, drawn, last)[0]
+    return tl.where(word.to(tl.int64) >= THRESHOLD, SCALE, 0.0)
+
+
+@triton.jit
+def to_e4m3fn(x):
+    """float32 -> the bits of a float8_e4m3fn, to nearest even, as PyTorch rounds."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign_bit = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # below 2^-6 by adding a number whose last bit is worth 2^-9
+    small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    odd = (magnitude >> 20) & 1
+    usual = (magnitude - 0x3C000000 + 0x7FFFF + odd) >> 20
+    code = tl.where(magnitude < 0x3C800000, small, usual)
+    code = tl.where(magnitude > 0x43E80000, TOO_LARGE, code)  # 464, half a step past the largest
+    code = tl.where(magnitude > 0x7F800000, 0x7F, code)
+    return (code | sign_bit).to(tl.uint8)
+
+
+@triton.jit
+def from_e4m3fn(code):
+    bits = code.to(tl.int32)
+    magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
+    return tl.where(bits >= 0x80, -magnitude, magnitude)
+
+
+@triton.jit
+def to_e5m2(x):
+    """float32 -> the bits of a float8_e5m2, to nearest even, infinite where it is too large, as PyTorch rounds."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign_bit = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # below 2^-14 by adding a number whose last bit is worth 2^-16
+    small = (magnitude.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) - 0x43000000
+    odd = (magnitude >> 21) & 1
+    usual = (magnitude - 0x38000000 + 0xFFFFF + odd) >> 21
+    code = tl.where(magnitude < 0x38800000, small, usual)
+    code = tl.where(magnitude >= 0x47800000, tl.where(magnitude > 0x7F800000, 0x7F, 0x7C), code)
+    return (code | sign_bit).to(tl.uint8)
+
+
+@triton.jit
+def from_e5m2(code):
+    return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)

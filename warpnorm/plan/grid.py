@@ -1,0 +1,47 @@
+"""How many programs run a plan on an iteration space, and what partial sums they leave behind."""
+
+from typing import NamedTuple
+
+from warpnorm.plan.plan import LONG_ROW, Plan
+from warpnorm.problem import COLUMN, GROUP, GROUP_SCALAR, ROW
+from warpnorm.space import Space
+
+
+class Sum(NamedTuple):
+    """Partial sums (groups, height, width), to be summed over the height."""
+
+    groups: int
+    height: int
+    width: int
+
+    @property
+    def numel(self) -> int:
+        return self.groups * self.height * self.width
+
+
+def forward(plan: Plan, space: Space) -> tuple[int, int]:
+    blocks = -(-space.rows // plan.block_rows)
+    return min(blocks, plan.programs or blocks), 1
+
+
+def backward(plan: Plan, space: Space) -> tuple[int, int]:
+    """Of every group, as many programs share the rows as keep the device busy; all groups have equally many."""
+    group_rows = space.rows // space.groups
+    if plan.pattern != LONG_ROW:
+        shares = min(max(1, plan.programs // space.groups), -(-group_rows // plan.block_rows))
+        return space.groups * shares, plan.splits
+    col_blocks = -(-space.cols // plan.block_cols)
+    shares = max(1, min(group_rows, plan.programs // col_blocks // space.groups))
+    return col_blocks, space.groups * shares
+
+
+def partial_sum(plan: Plan, space: Space, axes: str) -> Sum:
+    """Of a gradient along `axes`. Every program that has a share of the rows leaves one for each column; of a scalar also
+    every program that has a share of the columns; of a row only the latter do."""
+    grid = backward(plan, space)
+    by_rows, by_cols = grid if plan.pattern != LONG_ROW else grid[::-1]
+    if axes == ROW:
+        return Sum(1, by_cols, space.rows)
+    groups = space.groups if axes in (GROUP, GROUP_SCALAR) else 1
+    has_cols = axes in (COLUMN, GROUP)
+    return Sum(groups, by_rows // groups * (1 if has_cols else by_cols), space.cols if has_cols else 1)

@@ -1,0 +1,255 @@
+"""The iteration space of a call: from the exact layouts of its tensors to the classes of axes and strides that a problem
+is made of, and the numbers that its kernel is told at run time."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from warpnorm.problem import (
+    COLUMN,
+    FULL,
+    GROUP,
+    GROUP_SCALAR,
+    NUMBER,
+    ROW,
+    SCALAR,
+    VECTOR_BYTES,
+    Axes,
+    BackwardProblem,
+    Call,
+    ForwardProblem,
+    Graph,
+    Operand,
+    Stride,
+    View,
+    compute_dtype,
+    operand_name,
+)
+
+
+class Space(NamedTuple):
+    """Rows x cols, and what the kernel is told at run time. Rows come in `groups` of equal size: those that share the
+    values of an operand whose gradient is wanted for each group."""
+
+    rows: int
+    cols: int
+    operands: tuple[Operand, ...]
+    strides: tuple[int, ...]  # the values behind every Stride that is not a literal
+    sizes: tuple[int, ...]  # of all row axes but the first, then of all column axes but the first
+    row_order: tuple[int, ...]
+    groups: int = 1
+
+    @property
+    def cols_class(self) -> int:
+        return 1 << max(self.cols - 1, 0).bit_length()
+
+    @property
+    def cols_divisor(self) -> int:
+        return power_of_two_divisor(self.cols, VECTOR_BYTES)
+
+
+def shape_of(views: Sequence[View]) -> tuple[int, ...]:
+    """Of the iteration space: what the operands broadcast to."""
+    first = views[0].shape
+    return first if all(len(v.shape) < 2 for v in views[1:]) else torch.broadcast_shapes(*(v.shape for v in views))
+
+
+def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Graph]) -> tuple[ForwardProblem, Space]:
+    """`views` are those of the operands, then of the outputs."""
+    count = len(call.axes)
+    space = describe(views, (*call.axes, *[FULL] * len(call.outputs)), shape_of(views[:count]), call.col_dims)
+    prologue, epilogue = graphs
+    problem = ForwardProblem(
+        call.norm,
+        compute_dtype([call.compute, *(view.dtype for view in views)]),
+        space.cols_class,
+        space.cols_divisor,
+        space.cols == space.cols_class,
+        operands=space.operands[:count],
+        prologue=prologue,
+        epilogue=epilogue,
+        outputs=space.operands[count:],
+    )
+    return problem, space
+
+
+class Gradients(NamedTuple):
+    """Which outputs have a gradient, which operands want one, and by which of the two steps it reaches them."""
+
+    given: tuple[int, ...]
+    wanted: tuple[int, ...]
+    of_epilogue: tuple[int, ...]
+    of_prologue: tuple[int, ...]
+    needs_grad_xhat: bool
+    needs_grad_c: bool
+
+    @staticmethod
+    def of(graphs: tuple[Graph, Graph], given: tuple[int, ...], wanted: tuple[int, ...]) -> "Gradients":
+        prologue, epilogue = graphs
+        by_prologue, by_epilogue = prologue.dependencies([0]), epilogue.dependencies(given)
+        of_epilogue = tuple(i for i in wanted if operand_name(i) in by_epilogue)
+        reaches_c = bool(by_epilogue & {"xhat", "c"})
+        of_prologue = tuple(i for i in wanted if operand_name(i) in by_prologue and reaches_c)
+        return Gradients(
+            given,
+            tuple(i for i in wanted if i in of_epilogue or i in of_prologue),
+            of_epilogue,
+            of_prologue,
+            bool(of_prologue) and "xhat" in by_epilogue,
+            bool(of_prologue) and "c" in by_epilogue,
+        )
+
+
+def describe_backward(
+    call: Call, views: Sequence[View], gradients: Gradients, graphs: tuple[Graph, Graph, Graph]
+) -> tuple[BackwardProblem, Space]:
+    """`views` are those of the operands, then of the given outputs' gradients, then of the wanted operands'."""
+    count, given = len(call.axes), len(gradients.given)
+    axes = (*call.axes, *[FULL] * given, *(call.axes[i] for i in gradients.wanted))
+    space = describe(views, axes, shape_of(views[:count]), call.col_dims, grouped_from=count + given)
+    prologue, epilogue_vjp, prologue_vjp = graphs
+    problem = BackwardProblem(
+        call.norm,
+        compute_dtype([call.compute, *(view.dtype for view in views)]),
+        space.cols_class,
+        space.cols_divisor,
+        space.cols == space.cols_class,
+        operands=space.operands[:count],
+        prologue=prologue,
+        epilogue_vjp=epilogue_vjp,
+        prologue_vjp=prologue_vjp,
+        grad_outputs=space.operands[count : count + given],
+        gradients=space.operands[count + given :],
+        given=gradients.given,
+        wanted=gradients.wanted,
+        wanted_of_epilogue=gradients.of_epilogue,
+        wanted_of_prologue=gradients.of_prologue,
+        needs_grad_xhat=gradients.needs_grad_xhat,
+        needs_grad_c=gradients.needs_grad_c,
+        row_order=space.row_order,
+    )
+    return problem, space
+
+
+def describe(
+    views: Sequence[View], axes: Sequence[Axes], shape: Sequence[int], col_dims: int, grouped_from: int | None = None
+) -> Space:
+    """Collapse the axes of `shape` (the last `col_dims` are columns) as far as every operand's strides allow. The operands
+    from number `grouped_from` on are gradients: the row axes that one of them keeps of several come first."""
+    dims = len(shape)
+    row_dims = dims - col_dims
+    rows, cols = prod(shape[:row_dims]), prod(shape[row_dims:])
+    masks = [_mask(a, dims, row_dims) for a in axes]
+    strides = [_strides(view, mask) for view, mask in zip(views, masks, strict=True)]
+    # Of an axis that vanishes the innermost stride stays, so that one row is of the class that more rows would be
+    lone_row = [
+        ((s[row_dims - 1] if row_dims else cols) if _keeps_rows(m[:row_dims], a) else 0)
+        for s, m, a in zip(strides, masks, axes, strict=True)
+    ]
+    lone_row_masks = [(_keeps_rows(m[:row_dims], a),) for m, a in zip(masks, axes, strict=True)]
+    lone_col = [1 if any(m[row_dims:]) else 0 for m in masks]
+    lone_col_masks = [(any(m[row_dims:]),) for m in masks]
+    row_sizes, row_strides, row_masks = _collapse(
+        shape[:row_dims], [s[:row_dims] for s in strides], [m[:row_dims] for m in masks], lone_row, lone_row_masks
+    )
+    col_sizes, col_strides, col_masks = _collapse(
+        shape[row_dims:], [s[row_dims:] for s in strides], [m[row_dims:] for m in masks], lone_col, lone_col_masks
+    )
+    kept = next((m for m in row_masks[grouped_from:] if any(m) and not all(m)), None) if grouped_from else None
+    order = tuple(range(len(row_sizes)))
+    groups = 1
+    if kept is not None:
+        order = tuple(sorted(order, key=lambda axis: (not kept[axis], axis)))
+        groups = prod(size for size, keeps in zip(row_sizes, kept, strict=True) if keeps)
+        row_sizes = tuple(row_sizes[axis] for axis in order)
+        row_strides = [tuple(s[axis] for axis in order) for s in row_strides]
+
+    values: list[int] = []
+
+    def classify(stride: int, itemsize: int) -> Stride:
+        if stride in (0, 1):
+            return Stride(stride, 1, -1)
+        values.append(stride)
+        return Stride(None, power_of_two_divisor(stride, max(VECTOR_BYTES // itemsize, 1)), len(values) - 1)
+
+    operands = tuple(
+        Operand(
+            view.dtype,
+            NUMBER if a == NUMBER else _class(row_mask, col_mask),
+            tuple(classify(stride, view.dtype.itemsize) for stride in by_row),
+            tuple(classify(stride, view.dtype.itemsize) for stride in by_col),
+            view.is_aligned,
+        )
+        for view, a, by_row, by_col, row_mask, col_mask in zip(
+            views, axes, row_strides, col_strides, row_masks, col_masks, strict=True
+        )
+    )
+    return Space(rows, cols, operands, tuple(values), (*row_sizes[1:], *col_sizes[1:]), order, groups)
+
+
+def _mask(axes: Axes, dims: int, row_dims: int) -> tuple[bool, ...]:
+    """For each dimension whether the operand has values of its own along it."""
+    if not isinstance(axes, str):
+        return axes
+    return (axes == FULL,) * row_dims + (axes in (FULL, COLUMN),) * (dims - row_dims)
+
+
+def _keeps_rows(row_mask: tuple[bool, ...], axes: Axes) -> bool:
+    """Whether rows have values of their own; where there are no row dimensions at all, what is said to be full does."""
+    return any(row_mask) or axes == FULL or (not row_mask and not isinstance(axes, str))
+
+
+def _strides(view: View, mask: tuple[bool, ...]) -> tuple[int, ...]:
+    """One for each dimension of the space; the operand's own dimensions are its last ones."""
+    missing = len(mask) - len(view.strides)
+    own = (0,) * missing + tuple(view.strides)
+    return tuple(stride if keeps else 0 for stride, keeps in zip(own, mask, strict=True))
+
+
+def _class(row_mask: tuple[bool, ...], col_mask: tuple[bool, ...]) -> str:
+    if any(col_mask):
+        return FULL if all(row_mask) else GROUP if any(row_mask) else COLUMN
+    return ROW if all(row_mask) else GROUP_SCALAR if any(row_mask) else SCALAR
+
+
+def _collapse(
+    sizes: Sequence[int],
+    strides: Sequence[Sequence[int]],
+    masks: Sequence[Sequence[bool]],
+    alone: Sequence[int],
+    alone_masks: Sequence[tuple[bool, ...]],
+) -> tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[bool, ...]]]:
+    """Drop axes of size one and merge neighbours that every tensor walks as one. Where nothing is left, one axis of
+    size one stays, with the strides in `alone`."""
+    dims = [dim for dim, size in enumerate(sizes) if size != 1]
+    if not dims:
+        return (1,), [(stride,) for stride in alone], list(alone_masks)
+    groups: list[list[int]] = []
+    for dim in dims:
+        last = groups[-1][-1] if groups else None
+        if (
+            last is not None
+            and all(s[last] == s[dim] * sizes[dim] for s in strides)
+            and all(m[last] == m[dim] for m in masks)
+        ):
+            groups[-1].append(dim)
+        else:
+            groups.append([dim])
+    merged = tuple(prod(sizes[dim] for dim in group) for group in groups)
+    inner = [group[-1] for group in groups]
+    return merged, [tuple(s[d] for d in inner) for s in strides], [tuple(m[d] for d in inner) for m in masks]
+
+
+def power_of_two_divisor(number: int, largest: int) -> int:
+    """The largest power of two, `largest` at most, that divides `number`."""
+    return min(number & -number, largest) if number else largest
+
+
+def contiguous(view: View) -> View:
+    """A new tensor of the same shape and dtype."""
+    strides = [1]
+    for size in reversed(view.shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return View(view.shape, tuple(reversed(strides))[: len(view.shape)], view.dtype, True)

@@ -1,0 +1,418 @@
+"""What a function's result may depend on besides its arguments (its closure, globals and `self`, and those of what it
+calls), as one hashable key and a list of tensors. What has no key is an error: a captured graph must never be stale."""
+
+import builtins
+import dis
+import re
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import cache, cached_property, partial
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from warpnorm.errors import FusionError
+
+# Packages whose functions read nothing that a user changes; `_operator` is `operator` all the same.
+TRUSTED = frozenset({"torch", "warpnorm", "numpy", "builtins", "math", "operator", "functools", "itertools", "typing"})
+TRUSTED |= {"collections", "contextlib", "dataclasses", "enum", "abc", "types"}
+UNSEEN = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})  # builtins that read what no path shows
+MODULE_STATE = frozenset(vars(nn.Module()))
+# What a class carries for itself, and methods that nobody runs on an object that is there already.
+UNREAD = (frozenset(dir(object)) - {"__init__", "__new__"}) | {"__post_init__", "extra_repr", "_abc_impl"}
+NOISE = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "PRECALL"})
+GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
+DEREF = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
+ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+# Loads whose lowest bit says that the value is called at once, and the version that brought it.
+CALL_BIT = {op for op, since in {"LOAD_GLOBAL": (3, 11), "LOAD_ATTR": (3, 12)}.items() if sys.version_info >= since}
+
+
+class Environment(NamedTuple):
+    """Two environments with equal keys may share a captured graph; the tensors are its operands, each of them once."""
+
+    key: Hashable
+    tensors: tuple[torch.Tensor, ...]
+
+
+class Use(NamedTuple):
+    """One way to read a name: the attributes followed from there, and whether what they lead to is called at once."""
+
+    names: tuple[str, ...] = ()
+    called: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """What a code object reads from outside: (where, name, uses). Found once, it stands for the code object in keys,
+    for a code object is slow to hash."""
+
+    code: CodeType
+    roots: tuple[tuple[str, str, tuple[Use, ...]], ...]
+
+
+class _UnkeyableError(Exception):
+    """The bare fact; who knows the name of the value tells the user."""
+
+    def __init__(self, value: object, fact: str = "") -> None:
+        self.value, self.fact = value, fact
+
+
+class _Nothing:
+    """Stands for a value that is not there."""
+
+
+_BUILTINS = vars(builtins)
+SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(Environment)["key"]))  # hold no state
+# Values that are their own key, whatever is read from them; by id, for not every value has a hash. Trusted modules join.
+_fixed: dict[int, Any] = {id(v): v for k, v in _BUILTINS.items() if callable(v) and k not in UNSEEN}
+_fixed[id(_Nothing)] = _Nothing
+_reads: tuple[dict[int, Reads], dict[int, Reads]] = ({}, {})  # without and with `self`; by the id of the code they hold
+
+
+def read(function: Callable[..., Any], owner: object = _Nothing) -> Environment:
+    """All that `function` depends on besides its arguments, as it is now. `owner` is its `self`, if it has one."""
+    tensors: list[torch.Tensor] = []
+    if type(function) is FunctionType:
+        return Environment(_Reader(tensors).function(function, owner), tuple(tensors))
+    bound = function if owner is _Nothing else MethodType(function, owner)
+    return Environment(snapshot(bound, tensors, "the function"), tuple(tensors))
+
+
+def snapshot(value: Any, tensors: list[torch.Tensor], name: str = "an argument") -> Hashable:
+    """The key of a bare value. Tensors join `tensors`, unless they are there, and stand in the key as their index."""
+    try:
+        return _Reader(tensors).key(value)
+    except (_UnkeyableError, RecursionError) as error:
+        raise FusionError(_complaint(error, name, value)) from None
+
+
+@cache
+def _trusted(module: str | None) -> bool:
+    return (module or "").partition(".")[0].lstrip("_") in TRUSTED
+
+
+def _complaint(error: BaseException, name: str, target: object) -> str:
+    found = error if isinstance(error, _UnkeyableError) else _UnkeyableError(target, ", and holds itself.")
+    verb = "is" if found.value is target else "holds a value"
+    return f"`{name}` {verb} of type {type(found.value).__qualname__}" + (
+        found.fact
+        or ", whose value cannot be part of the key of the captured function, so a later change would go unnoticed."
+        f" Pass it as an argument, read only the attribute that is needed (such as `{name}.eps`), or make it a number,"
+        " a tensor, a tuple or a frozen dataclass."
+    )
+
+
+def _refusal(code: CodeType, what: str) -> FusionError:
+    return FusionError(f"{code.co_name} ({code.co_filename}:{code.co_firstlineno}) {what}")
+
+
+def _analyse(code: CodeType, is_method: bool) -> Reads:
+    own = code.co_varnames[0] if is_method and code.co_argcount else None
+    found: dict[tuple[str, str], dict[Use, None]] = {}
+    if is_method and own is None:  # `self` is in `*args`, and may be used in any way
+        found["own", "self"] = {Use(): None}
+    for where, name, use in _loads(code, code, frozenset(code.co_freevars), own):
+        found.setdefault((where, name), {})[use] = None
+    reads = Reads(code, tuple((where, name, tuple(uses)) for (where, name), uses in found.items()))
+    return _reads[is_method].setdefault(id(code), reads)
+
+
+def _loads(root: CodeType, code: CodeType, outer: frozenset[str], own: str | None) -> Iterator[tuple[str, str, Use]]:
+    """(where, name, use) of what `code`, which stands in `root`, reads from outside of `root`. `outer` are the free
+    variables that lead there; `own` is what `self` is called."""
+    ops, names, args = zip(*_steps(code), strict=True)
+    boxed = {*code.co_cellvars, *code.co_freevars}
+    for at, (op, name) in enumerate(zip(ops[:-3], names, strict=False)):
+        if op == "IMPORT_NAME" and (names[at - 2] != 0 or not _trusted(name)):
+            raise _refusal(root, f"imports `{name}`: import it outside, and read there the one value that is needed.")
+        if op in ("STORE_GLOBAL", "DELETE_GLOBAL") or (op in ("STORE_DEREF", "DELETE_DEREF") and name in outer):
+            raise _refusal(root, f"assigns to `{name}`, which would happen only while it is captured.")
+        if op in ("STORE_FAST", "DELETE_FAST", "STORE_DEREF", "DELETE_DEREF") and name == own:
+            raise _refusal(root, f"assigns to `{own}`, so what it reads from there cannot be told.")
+        end = at + 1
+        while ops[end] in ATTRIBUTE:
+            end += 1
+        # From 3.12 on `super().f` is `super, __class__, self, LOAD_SUPER_ATTR f`; before, a call without arguments.
+        if own and op in DEREF and name == "__class__" and ops[at + 2] == "LOAD_SUPER_ATTR":
+            yield "super", "super()", Use((names[at + 2],))
+        elif ops[end] == "LOAD_SUPER_ATTR" and ops[at - 1] in DEREF and names[at - 1] == "__class__":
+            continue
+        elif own and op in GLOBAL and name == "super" and ops[end] in ("CALL", "CALL_FUNCTION") and not args[end]:
+            yield "super", "super()", Use((names[end + 1],) if ops[end + 1] in ATTRIBUTE else ())
+        elif (
+            op in GLOBAL
+            or (op in DEREF and (name in outer or name == own))
+            or (op == "LOAD_FAST" and name == own and name not in boxed)  # else it is the cell, for a function inside
+        ):
+            if ops[end] in ("STORE_ATTR", "DELETE_ATTR"):
+                raise _refusal(root, f"assigns to `{name}.{names[end]}`, which would happen only while it is captured.")
+            called = ops[end - 1] == "LOAD_METHOD" or (ops[end - 1] in CALL_BIT and bool(args[end - 1] & 1))
+            where = "global" if op in GLOBAL else "own" if name == own else "cell"
+            yield where, name, Use(names[at + 1 : end], called)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType) and inner.co_name != "__annotate__":
+            free = frozenset(inner.co_freevars)
+            yield from _loads(root, inner, outer & free, own if own in free else None)
+
+
+def _steps(code: CodeType) -> Iterator[tuple[str, Any, int]]:
+    """(operation, name, argument) of each instruction; one that works on two locals is taken apart."""
+    for step in dis.get_instructions(code):
+        if "_FAST" in step.opname:  # LOAD_FAST_BORROW, STORE_FAST_LOAD_FAST
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            for op, name in zip(re.findall("[A-Z]+_FAST", step.opname), names, strict=True):
+                yield op, name, 0
+        elif step.opname not in NOISE:
+            yield step.opname, step.argval, step.arg or 0
+    yield from [("END", None, 0)] * 3
+
+
+class _Reader:
+    """One reading. It knows what it has met, so that a tensor is one operand and a function may refer to itself."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.met: dict[tuple[int, int], tuple[int, object, object]] = {}  # with the objects: their ids stay in use
+
+    def key(self, value: Any) -> Hashable:
+        return (_RULES.get(type(value)) or _rule(type(value)))(self, value)
+
+    def again(self, value: object, owner: object = _Nothing) -> Hashable:
+        """What stands for a value that was met before; None for a new one."""
+        place = (id(value), id(owner))
+        if place in self.met:
+            return "again", self.met[place][0]
+        self.met[place] = (len(self.met), value, owner)
+        return None
+
+    def function(self, function: FunctionType, owner: Any = _Nothing) -> Hashable:
+        """Its code, and the keys of all that the code reads from outside."""
+        if again := self.again(function, owner):
+            return again
+        scope, code, closure = function.__globals__, function.__code__, function.__closure__ or ()
+        if _trusted(scope.get("__name__")):
+            return self.trusted_function(function, owner)
+        is_method = owner is not _Nothing
+        reads = _reads[is_method].get(id(code)) or _analyse(code, is_method)
+        parts: list[Hashable] = [reads]
+        for where, name, uses in reads.roots:
+            if where == "global":
+                value = scope.get(name, _Nothing)
+                value = _BUILTINS.get(name, _Nothing) if value is _Nothing else value
+            elif where == "own":
+                value = owner
+            else:
+                value = _content(closure[code.co_freevars.index("__class__" if where == "super" else name)])
+                value = super(value, owner) if where == "super" else value
+            parts.append(value if id(value) in _fixed else self.uses(code, name, value, uses))
+        if function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+            for name in ("__defaults__", "__kwdefaults__", "__dict__"):
+                parts.append(self.uses(code, f"{code.co_name}.{name}", getattr(function, name), (Use(),)))
+        return tuple(parts)
+
+    def trusted_function(self, function: FunctionType, owner: Any) -> Hashable:
+        """It reads nothing but the functions that it was made of, if any: `torch.no_grad()` makes such a one."""
+        wrapped = function.__dict__.get("__wrapped__")
+        if isinstance(wrapped, FunctionType):
+            return function, self.function(wrapped, owner)
+        inner = [_content(cell) for cell in function.__closure__ or ()]
+        keys = [self.key(value) for value in inner if isinstance(value, (FunctionType, MethodType, nn.Module))]
+        return function, tuple(keys), self.key(owner)
+
+    def uses(self, code: CodeType, name: str, value: Any, uses: Iterable[Use]) -> Hashable:
+        if isinstance(value, ModuleType) and _trusted(value.__name__):
+            return _fixed.setdefault(id(value), value)
+        keys = []
+        for names, called in uses:
+            target = self.follow(value, names)
+            try:
+                keys.append(self.called(target) if called else self.key(target))
+            except (_UnkeyableError, RecursionError) as error:
+                problem = _complaint(error, ".".join((name, *names)), target)
+                raise _refusal(code, f"cannot be captured: {problem}") from None
+        return tuple(keys)
+
+    def follow(self, value: Any, names: Iterable[str]) -> Any:
+        """The value at the end of a path, or the one whose own type provides the rest of it, as a tensor does."""
+        for name in names:
+            kind = type(value)
+            if (_RULES.get(kind) or _rule(kind)) in _CLOSED and name not in getattr(value, "__dict__", ()):
+                return value
+            getter = getattr(kind, name, None)
+            if type(getter) is property and isinstance(getter.fget, FunctionType):
+                return MethodType(getter.fget, value)  # what it reads, not what it makes: that may be a new tensor
+            value = getattr(value, name, _Nothing)
+        return value
+
+    def called(self, value: Any) -> Hashable:
+        """Of a user's object that is only called, no more than the call reads."""
+        kind = type(value)
+        if _trusted(kind.__module__) or _rule(kind) not in (_Reader.module, _Reader.refuse):
+            return self.key(value)
+        call: Any = kind.__call__
+        if call is nn.Module.__call__:
+            _refuse_hooks(value)
+            return "call", value.training, self.key(value.forward)
+        return ("call", self.function(call, value)) if isinstance(call, FunctionType) else self.refuse(value)
+
+    def tensor(self, value: torch.Tensor) -> Hashable:
+        for index, known in enumerate(self.tensors):
+            if known is value:
+                return index
+        self.tensors.append(value)
+        return len(self.tensors) - 1
+
+    def sequence(self, value: Iterable[Any]) -> Hashable:
+        return type(value), tuple([self.key(item) for item in value])
+
+    def unordered(self, value: Iterable[Any]) -> Hashable:
+        tensors: list[torch.Tensor] = []
+        keys = frozenset([_Reader(tensors).key(item) for item in value])
+        return self.refuse(value) if tensors else (type(value), keys)  # operands need an order
+
+    def mapping(self, value: dict[Any, Any]) -> Hashable:
+        return type(value), tuple([(self.key(name), self.key(item)) for name, item in value.items()])
+
+    def record(self, value: Any) -> Hashable:
+        """A named tuple or a frozen dataclass."""
+        items = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]
+        return self.kind(type(value)), tuple([self.key(item) for item in items])
+
+    def module(self, value: nn.Module) -> Hashable:
+        """All that it holds, for what is done with it cannot be told."""
+        if again := self.again(value):
+            return again
+        _refuse_hooks(value)
+        state = vars(value)
+        entries = [(name, self.key(item)) for name, item in state.items() if name not in MODULE_STATE]
+        for group in ("_parameters", "_buffers", "_modules"):
+            entries += [(name, self.key(item)) for name, item in state[group].items()]
+        return self.kind(type(value)), value.training, tuple(entries)
+
+    def kind(self, kind: type) -> Hashable:
+        """A class: itself and, if it is a user's, its attributes and all that its methods read."""
+        if _trusted(kind.__module__) or issubclass(kind, Enum):
+            return kind
+        if again := self.again(kind):
+            return again
+        items = [item for base in kind.__mro__ if not _trusted(base.__module__) for item in vars(base).items()]
+        plain = [(name, _plain(item)) for name, item in items]
+        return kind, tuple([(name, self.key(item)) for name, item in plain if _is_read(kind, name, item)])
+
+    def method(self, value: MethodType) -> Hashable:
+        function: Any = value.__func__
+        while not isinstance(function, FunctionType) and _trusted(type(function).__module__):
+            function = getattr(function, "__wrapped__", None)
+        return ("bound", self.function(function, value.__self__)) if function else self.refuse(value)
+
+    def partial(self, value: partial) -> Hashable:
+        maker = getattr(value.func, "__self__", None)
+        wrapped = getattr(maker, "__wrapped__", None) if _trusted(type(maker).__module__) else None
+        if isinstance(wrapped, FunctionType) and value.args:  # a method that `fuse` bound to its owner
+            owner, *args = value.args
+            return "bound", self.function(wrapped, owner), self.key((args, value.keywords))
+        return type(value), self.key((value.func, value.args, value.keywords))
+
+    def builtin(self, value: Any) -> Hashable:
+        if _trusted(getattr(value, "__module__", None)) and value.__name__ not in UNSEEN:
+            return value
+        owner = getattr(value, "__self__", None)
+        is_bound = owner is not None and not isinstance(owner, ModuleType)
+        return ("bound", value.__name__, self.key(owner)) if is_bound else self.refuse(value)
+
+    def wrapper(self, value: Any) -> Hashable:
+        """An object of a trusted class that stands for a function, as `fuse` makes it."""
+        wrapped = getattr(value, "__wrapped__", None)
+        return (type(value), self.key(wrapped)) if callable(wrapped) else self.refuse(value)
+
+    def constant(self, value: Hashable) -> Hashable:
+        return type(value), value
+
+    def member(self, value: Enum) -> Hashable:
+        return type(value), value
+
+    def spelled(self, value: Any) -> Hashable:
+        return type(value), repr(value)
+
+    def refuse(self, value: object) -> Hashable:
+        raise _UnkeyableError(value)
+
+
+Rule = Callable[[_Reader, Any], Hashable]
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return _Nothing
+
+
+def _refuse_hooks(module: nn.Module) -> None:
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise _UnkeyableError(module, ", with hooks, which would run only while it is captured: remove them.")
+
+
+def _plain(item: Any) -> Any:
+    """The function in an attribute of a class, or the attribute."""
+    if isinstance(item, FunctionType) or not _trusted(type(item).__module__):
+        return item
+    found = item.fget if isinstance(item, property) else item.func if isinstance(item, cached_property) else item
+    return getattr(found, "__wrapped__", found)  # of static methods too
+
+
+def _is_read(kind: type, name: str, item: Any) -> bool:
+    """Whether an attribute of a user's class may change what a function does with the class or its instances."""
+    if isinstance(item, FunctionType):
+        is_generated = hasattr(kind, "__dataclass_fields__") or issubclass(kind, tuple)
+        return name not in UNREAD and not (is_generated and name in ("__init__", "__new__"))
+    return name not in UNREAD and not name.startswith("__") and not isinstance(item, SLOTS)
+
+
+def _rule(kind: type) -> Rule:
+    """How a value of this type becomes a key; what is not listed is of no use to a captured function, or changes."""
+    if kind not in _RULES:
+        params = getattr(kind, "__dataclass_params__", None)
+        ordered: list[tuple[bool, Rule]] = [
+            (issubclass(kind, torch.Tensor), _Reader.tensor),
+            (issubclass(kind, nn.Module), _Reader.module),
+            (issubclass(kind, type), _Reader.kind),
+            (issubclass(kind, Enum), _Reader.member),
+            (kind.__module__ in ("typing", "torch._ops"), _Reader.constant),
+            (issubclass(kind, tuple) and hasattr(kind, "_fields"), _Reader.record),
+            (issubclass(kind, tuple) and _trusted(kind.__module__), _Reader.sequence),
+            (params is not None and params.frozen, _Reader.record),
+            (kind.__module__ == "numpy" and hasattr(kind, "item") and kind.__hash__ is not None, _Reader.spelled),
+            (_trusted(kind.__module__), _Reader.wrapper),
+        ]
+        _RULES[kind] = next((rule for holds, rule in ordered if holds), _Reader.refuse)
+    return _RULES[kind]
+
+
+_RULES: dict[type, Rule] = {
+    **dict.fromkeys((types.NoneType, types.EllipsisType, bool, int, bytes), _Reader.constant),
+    **dict.fromkeys((torch.dtype, torch.device, torch.layout, torch.memory_format), _Reader.constant),
+    **dict.fromkeys((complex, range, torch.finfo, torch.iinfo), _Reader.spelled),
+    **dict.fromkeys((tuple, list, torch.Size), _Reader.sequence),
+    **dict.fromkeys((dict, OrderedDict), _Reader.mapping),
+    **dict.fromkeys((set, frozenset), _Reader.unordered),
+    **dict.fromkeys((types.BuiltinFunctionType, types.MethodWrapperType), _Reader.builtin),
+    **dict.fromkeys((types.MethodDescriptorType, types.WrapperDescriptorType), _Reader.constant),
+    **dict.fromkeys((types.GenericAlias, types.UnionType), _Reader.constant),
+    str: lambda _, value: value,  # the only key that is a string
+    float: lambda _, value: (float, value if value and value == value else repr(value)),  # 0.0 is -0.0, nan is not nan
+    slice: lambda reader, value: (slice, reader.key((value.start, value.stop, value.step))),
+    partial: _Reader.partial,
+    FunctionType: _Reader.function,
+    MethodType: _Reader.method,
+    ModuleType: lambda reader, value: value if _trusted(value.__name__) else reader.refuse(value),
+}
+# From these a path goes no further: they are keyed whole, and the next name is one that their type provides.
+_CLOSED = {_RULES[kind] for kind in _RULES if kind is not ModuleType} | {_Reader.tensor}

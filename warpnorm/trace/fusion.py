@@ -1,0 +1,317 @@
+"""A recorded function is cut at its norm: what lies before is the prologue, what lies after the epilogue. Both become
+expressions over the same operands, and with the norm they are a call like any other."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from warpnorm.errors import FusionError, OperatorError
+from warpnorm.norms import Norm
+from warpnorm.problem import NUMBER, Axes, Call, Literal, operand_name
+from warpnorm.space import Gradients
+from warpnorm.trace import capture, differentiate
+from warpnorm.trace.expression import DROPOUT, Constant, Expression, Ref, Step
+from warpnorm.trace.record import Calls, Fakes, Move, NormCall, Recorded, Recorder, Result, Source
+
+DTYPES = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor of the user's, by number, seen through views."""
+
+    index: int
+    moves: tuple[Move, ...]
+
+    def at(self, sizes: Mapping[Any, int]) -> "Input":
+        """With the sizes of one call in the place of symbols."""
+        return Input(
+            self.index, tuple(Move(m.target, _at(m.args, sizes), _at(m.kwargs, sizes), m.pick) for m in self.moves)
+        )
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        tensor = tensors[self.index]
+        for move in self.moves:
+            tensor = move(tensor)
+        return tensor
+
+
+@dataclass(frozen=True)
+class Output:
+    """An output of the kernel, by number."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A call, which of the user's tensors its operands are, and the leaves of what the user's function returns: an Output,
+    an Input, or anything else that stands for itself. Two numbers, a seed and an offset, follow the operands where
+    something is drawn."""
+
+    call: Call
+    inputs: tuple[Input, ...]
+    draws: bool
+    leaves: tuple[Any, ...]
+    tree: Any
+    symbols: Mapping[Any, tuple[int, int]]
+    guards: tuple[Any, ...]
+    norm_line: str
+    names: tuple[str, ...]
+
+    def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
+        return {symbol: tensors[i].shape[dim] for symbol, (i, dim) in self.symbols.items()}
+
+    def fits(self, sizes: Mapping[Any, int]) -> bool:
+        return all(bool(guard.xreplace(sizes)) for guard in self.guards)
+
+
+def capture_call(
+    function: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    tensors: Sequence[torch.Tensor],
+    names: Sequence[str],
+    handlers: Mapping[Any, Callable[..., Any]],
+    norms: Mapping[str, Norm],
+) -> Captured:
+    """`function` with `arguments` (args, kwargs); `tensors` are all that it may read, `names` what they are called."""
+    try:
+        recorder, fakes, result = _record(function, arguments, tensors, handlers, are_symbolic=True)
+    except FusionError:
+        raise
+    except Exception:  # a symbol in a place that takes no symbols; what is wrong with the function is raised again
+        recorder, fakes, result = _record(function, arguments, tensors, handlers, are_symbolic=False)
+    return _cut(recorder, fakes, result, norms, names)
+
+
+def _record(
+    function: Callable[..., Any],
+    arguments: tuple[Any, Any],
+    tensors: Sequence[torch.Tensor],
+    handlers: Mapping[Any, Callable[..., Any]],
+    are_symbolic: bool,
+) -> tuple[Recorder, Fakes, Any]:
+    fakes = Fakes(tensors, are_symbolic)
+    by_id = {id(real): (i, fake) for i, (real, fake) in enumerate(zip(tensors, fakes.fakes, strict=True))}
+    recorder = Recorder(by_id)
+    args, kwargs = pytree.tree_map(
+        lambda leaf: by_id[id(leaf)][1] if isinstance(leaf, torch.Tensor) else leaf, arguments
+    )
+    with fakes.mode, recorder, Calls(handlers), torch.enable_grad():
+        result = function(*args, **kwargs)
+    return recorder, fakes, result
+
+
+def _cut(recorder: Recorder, fakes: Fakes, result: Any, norms: Mapping[str, Norm], names: Sequence[str]) -> Captured:
+    norm = recorder.norm
+    if norm is None:
+        raise FusionError(
+            "the function holds no norm, and nothing else can be fused: call layer_norm or rms_norm in it, of torch or "
+            "of warpnorm"
+        )
+    if isinstance(norm.c, Literal):
+        raise FusionError(f"{norm.line}: the norm is of a constant")
+    builder = _Builder(norm, recorder)
+    leaves, tree = pytree.tree_flatten(result)
+    kept: list[Any] = []
+    outputs: list[Recorded] = []
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor):
+            kept.append(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)
+            continue
+        value = recorder.value_of(leaf)
+        if isinstance(value, Source):
+            kept.append(Input(value.index, value.moves))
+            continue
+        if tuple(leaf.shape) != tuple(norm.c.fake.shape):
+            line = value.line if isinstance(value, Result) else norm.line
+            raise FusionError(
+                f"{line}: a result has shape {_shape(leaf)}, but the normalized tensor at {norm.line} has shape "
+                f"{_shape(norm.c.fake)}; every result must have that shape: compute this one outside"
+            )
+        if leaf.dtype not in DTYPES:
+            raise FusionError(f"{norm.line}: a result has dtype {leaf.dtype}, which no kernel writes")
+        number = next((k for k, other in enumerate(outputs) if other is value), len(outputs))
+        outputs[number:] = outputs[number:] or [value]
+        kept.append(Output(number))
+    if not any(isinstance(value, Result) and value.depends_on_norm for value in outputs):
+        raise FusionError(f"{norm.line}: no result depends on the norm")
+    dtypes = tuple(leaf.dtype for leaf in _first_leaves(leaves, kept, len(outputs)))
+    compute = builder.compute_dtype([norm.c, *outputs])
+    prologue, epilogue = builder.expressions(outputs, compute)
+    axes: tuple[Axes, ...] = tuple(_axes(source.fake, norm.c.fake) for source in builder.sources)
+    if recorder.dropouts:
+        axes = (*axes, NUMBER, NUMBER)
+    call = Call(norms[norm.norm], norm.col_dims, norm.eps, prologue, epilogue, axes, dtypes, compute)
+    _check_operators(call, [source.fake.dtype for source in builder.sources])
+    inputs = tuple(Input(source.index, source.moves) for source in builder.sources)
+    shown = tuple(names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
+    return Captured(
+        call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), norm.line, shown
+    )
+
+
+class _Builder:
+    """Numbers the operands, in the order in which prologue and epilogue read them."""
+
+    def __init__(self, norm: NormCall, recorder: Recorder) -> None:
+        self.norm, self.has_dropout = norm, bool(recorder.dropouts)
+        self.sources: list[Source] = []
+        self._names: dict[tuple[int, str], str] = {}
+
+    def expressions(self, outputs: Sequence[Recorded], compute: torch.dtype) -> tuple[Expression, Expression]:
+        before = self._steps([self.norm.c], {})
+        leaves = {id(self.norm.c): Ref("c")} if isinstance(self.norm.c, Result) else {}
+        after = self._steps(outputs, leaves)
+        names = [operand_name(i) for i in range(len(self.sources))]
+        renamed = {}
+        if self.has_dropout:
+            names += ["seed", "offset"]
+            drawn = [operand_name(len(self.sources)), operand_name(len(self.sources) + 1)]
+            renamed = dict(zip(("seed", "offset"), drawn, strict=True))
+        given = tuple(renamed.get(name, name) for name in names)
+        prologue = Expression(given, *_renamed(before, renamed), compute, is_single=True)
+        return prologue, Expression(("xhat", "c", *given), *_renamed(after, renamed), compute)
+
+    def compute_dtype(self, values: Sequence[Recorded]) -> torch.dtype:
+        """float64 if anything that the results depend on is."""
+        seen: set[int] = set()
+        todo: list[Any] = list(values)
+        while todo:
+            value = todo.pop()
+            if id(value) in seen or not isinstance(value, Source | Result):
+                continue
+            seen.add(id(value))
+            if value.fake.dtype == torch.float64:
+                return torch.float64
+            if isinstance(value, Result):
+                todo += [*value.args, *(arg for _, arg in value.kwargs)]
+        return torch.float32
+
+    def _steps(self, roots: Sequence[Recorded], leaves: Mapping[int, Ref]) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
+        steps: list[Step] = []
+        found: dict[int, Any] = dict(leaves)
+
+        def build(value: Any) -> Any:
+            if id(value) in found:
+                return found[id(value)]
+            if isinstance(value, Source):
+                return Ref(self._operand(value))
+            if not isinstance(value, Result):
+                return value
+            if value.target == "warpnorm.normalize.default":
+                return Ref("xhat")
+            args = tuple(build(arg) for arg in value.args)
+            kwargs = tuple((k, build(arg)) for k, arg in value.kwargs)
+            if value.target == DROPOUT:
+                if tuple(value.fake.shape) != tuple(self.norm.c.fake.shape):  # type: ignore[union-attr]
+                    raise FusionError(
+                        f"{value.line}: dropout of a tensor of shape {_shape(value.fake)} cannot be fused: the normalized "
+                        f"tensor has shape {_shape(self.norm.c.fake)}; drop out after they are combined, or outside"  # type: ignore[union-attr]
+                    )
+                args = (args[0], Ref("seed"), Ref("offset"), *args[1:])
+            steps.append(Step(f"s{len(steps)}", value.target, args, kwargs, value.line))
+            found[id(value)] = Ref(steps[-1].name)
+            return found[id(value)]
+
+        outputs = tuple(Constant(root, torch.float32) if isinstance(root, Literal) else build(root) for root in roots)
+        return tuple(steps), outputs
+
+    def _operand(self, source: Source) -> str:
+        key = (source.index, str(source.moves))
+        if key not in self._names:
+            if source.fake.dtype not in DTYPES:
+                raise FusionError(f"{self.norm.line}: a tensor of dtype {source.fake.dtype} cannot be fused")
+            self._names[key] = operand_name(len(self.sources))
+            self.sources.append(source)
+        return self._names[key]
+
+
+def _renamed(
+    steps_and_outputs: tuple[tuple[Step, ...], tuple[Any, ...]], names: Mapping[str, str]
+) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
+    steps, outputs = steps_and_outputs
+    if not names:
+        return steps, outputs
+
+    def of(arg: Any) -> Any:
+        return Ref(names.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg
+
+    return tuple(Step(s.name, s.target, tuple(map(of, s.args)), s.kwargs, s.line) for s in steps), outputs
+
+
+def _axes(fake: torch.Tensor, space: torch.Tensor) -> tuple[bool, ...]:
+    """For each dimension of the iteration space whether a tensor has values of its own there."""
+    missing = space.ndim - fake.ndim
+    own = zip(fake.shape, space.shape[missing:], strict=True)
+    return (False,) * missing + tuple(not (is_one(size) and not is_one(full)) for size, full in own)
+
+
+def is_one(size: Any) -> bool:
+    """Symbols stand for two and more."""
+    return isinstance(size, int) and size == 1
+
+
+def _first_leaves(leaves: Sequence[Any], kept: Sequence[Any], count: int) -> list[torch.Tensor]:
+    return [leaves[kept.index(Output(k))] for k in range(count)]
+
+
+def _check_operators(call: Call, dtypes: Sequence[torch.dtype]) -> None:
+    """Every operator has a row in the table, or is made of those that have."""
+    own = capture.probe_dtypes([*dtypes, *[torch.int64] * (len(call.axes) - len(dtypes))], call.compute)
+    try:
+        capture.forward_graphs(call.prologue, call.epilogue, own, call.compute)
+    except OperatorError as error:
+        raise _at_fault(call, own, error) from None
+
+
+def check_gradients(captured: Captured, dtypes: Sequence[torch.dtype], wanted: tuple[int, ...]) -> None:
+    """The same of the derivatives."""
+    call = captured.call
+    own = capture.probe_dtypes([*dtypes, *[torch.int64] * (2 * captured.draws)], call.compute)
+    graphs = capture.forward_graphs(call.prologue, call.epilogue, own, call.compute)
+    given = tuple(k for k, dtype in enumerate(call.outputs) if dtype.is_floating_point)
+    gradients = Gradients.of(graphs, given, wanted)
+    try:
+        differentiate.backward_graphs(call.prologue, call.epilogue, own, call.compute, gradients)
+    except (OperatorError, RuntimeError) as error:
+        raise _at_fault(call, own, error) from None
+
+
+def _at_fault(call: Call, dtypes: Sequence[torch.dtype], error: Exception) -> FusionError:
+    """Which of the user's operators it is: the first that cannot be traced by itself, or differentiated."""
+    steps = [s for e in (call.prologue, call.epilogue) if isinstance(e, Expression) for s in e.steps]
+    for step in steps:
+        refs = tuple(dict.fromkeys(arg.name for arg in step.args if isinstance(arg, Ref)))
+        alone = Expression(refs, (step,), (Ref(step.name),), call.compute, is_single=True)
+        kinds = [call.compute] * len(refs)
+        try:
+            capture.pointwise(alone, refs, kinds)
+            differentiate.vjp(alone, refs, kinds, refs, ["grad"], call.compute)
+        except (OperatorError, RuntimeError) as reason:
+            return FusionError(
+                f"{step.line}: {step.target.removesuffix('.default')} cannot be fused: {reason}; call it outside of the "
+                "fused function, or add a row to the table in warpnorm/trace/operators.py"
+            )
+    return FusionError(f"the function cannot be fused: {error}")
+
+
+def _at(tree: Any, sizes: Mapping[Any, int]) -> Any:
+    if isinstance(tree, torch.SymInt):
+        return int(tree.node.expr.xreplace(sizes))
+    return tuple(_at(part, sizes) for part in tree) if isinstance(tree, tuple | list) else tree
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    sizes = [str(s.node.hint) if isinstance(s, torch.SymInt) else str(s) for s in tensor.shape]
+    return f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})"
+
+
+def _move_name(move: Move) -> str:
+    return str(move.target).split(".")[1]

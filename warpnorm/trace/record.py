@@ -1,0 +1,407 @@
+"""A user's function runs once on fake tensors, and what it does is written down: elementwise operators, views of inputs,
+one norm. Anything else is refused at the user's own line. The row dimensions are symbols, so that one record serves any
+number of rows; a comparison with one of them becomes a guard."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from warpnorm.errors import FusionError
+from warpnorm.problem import Literal
+from warpnorm.trace import operators
+from warpnorm.trace.expression import DROPOUT, RELABEL, Constant
+
+aten = torch.ops.aten
+OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+ALSO_POINTWISE = {
+    aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.hardswish.default,
+    aten.hardswish_.default, aten.lift_fresh.default, aten.zero_.default, aten.fill_.Scalar, aten.copy_.default,
+    aten.celu_.default, aten.log_sigmoid_forward.default,
+}  # fmt: skip
+READS_A_VALUE = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default}
+# What a fake tensor would answer differently from the user's
+_tensor: Any = torch.Tensor
+LAYOUT_QUESTIONS = {
+    _tensor.stride: "strides", _tensor.is_contiguous: "strides", _tensor.storage_offset: "storage",
+    _tensor.data_ptr: "storage", _tensor.requires_grad.__get__: "requires_grad",
+    _tensor.grad_fn.__get__: "grad_fn", _tensor.numpy: "values", _tensor.tolist: "values",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Move:
+    """A view operator on an input; `args` follow the tensor, `pick` chooses among several results."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    pick: int | None = None
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        result = self.target(tensor, *self.args, **dict(self.kwargs))
+        return result if self.pick is None else result[self.pick]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """An input, seen through views."""
+
+    index: int
+    moves: tuple[Move, ...]
+    fake: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What an operator gave; its arguments are Sources, Results, Literals, or what PyTorch takes beside tensors."""
+
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    fake: torch.Tensor
+    line: str
+    depends_on_norm: bool
+
+
+Recorded = Source | Result | Literal
+
+
+@dataclass(frozen=True)
+class NormCall:
+    """The one norm: what it normalizes, over how many dimensions."""
+
+    norm: str
+    c: Recorded
+    col_dims: int
+    eps: float
+    line: str
+
+
+def user_line() -> str:
+    """`file:line` of the innermost frame that is neither PyTorch's nor ours."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(OWN_FOLDERS):
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "unknown"
+
+
+def refuse(what: str, why: str, instead: str) -> FusionError:
+    return FusionError(f"{user_line()}: {what} cannot be fused: {why}; {instead}")
+
+
+_library = torch.library.Library("warpnorm", "FRAGMENT")
+_library.define("normalize(Tensor c, int col_dims, str norm, float eps) -> Tensor")
+_library.define("relabel(Tensor x, ScalarType dtype) -> Tensor")
+_library.define("dropout(Tensor x, float p) -> Tensor")
+
+
+@torch.library.register_fake("warpnorm::normalize", lib=_library)
+def _(c: torch.Tensor, col_dims: int, norm: str, eps: float) -> torch.Tensor:
+    return torch.empty_like(c)
+
+
+@torch.library.register_fake("warpnorm::relabel", lib=_library)
+def _(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+@torch.library.register_fake("warpnorm::dropout", lib=_library)
+def _(x: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+normalize = torch.ops.warpnorm.normalize
+relabel = torch.ops.warpnorm.relabel
+dropout = torch.ops.warpnorm.dropout
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every operator below autograd."""
+
+    def __init__(self, inputs: Mapping[int, tuple[int, torch.Tensor]]) -> None:
+        """`inputs`: the id of each real tensor -> its number and its fake."""
+        super().__init__()
+        self.inputs = inputs
+        self.values: dict[int, Recorded] = {id(fake): Source(i, (), fake) for i, fake in inputs.values()}
+        self.alive: list[torch.Tensor] = []  # so that no id is used twice
+        self.norm: NormCall | None = None
+        self.dropouts = 0
+        self._moved: dict[tuple[int, Move], Recorded] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        if func in READS_A_VALUE:
+            raise refuse(
+                _name(func),
+                "the function branches on, or reads, the value of a tensor",
+                "use torch.where, or decide outside of the fused function",
+            )
+        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+            return self._constant(args[0])
+        args, kwargs = self._faked(args), self._faked(kwargs)
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):
+            self._remember(result, self._recorded(func, args, kwargs, result))
+        elif isinstance(result, list | tuple) and func.is_view:
+            for k, part in enumerate(result):
+                move = Move(func, tuple(args[1:]), tuple(kwargs.items()), k)
+                self._remember(part, self._seen_through(self.value_of(args[0]), move, part))
+        elif func is aten.log_sigmoid_forward.default:
+            recorded = Result("aten.log_sigmoid.default", (self.value_of(args[0]),), (), result[0], user_line(), False)
+            self._remember(result[0], _depending(recorded))
+        elif any(isinstance(r, torch.Tensor) for r in (result if isinstance(result, tuple | list) else ())):
+            raise self._not_elementwise(func)
+        return result
+
+    def _faked(self, tree: Any) -> Any:
+        """The user's own tensors (parameters, closures) replaced by their fakes."""
+        if isinstance(tree, torch.Tensor) and not isinstance(tree, FakeTensor):
+            if id(tree) not in self.inputs:
+                raise refuse(
+                    f"a tensor of shape {tuple(tree.shape)}",
+                    "it is neither an argument nor a tensor that the function is known to read",
+                    "pass it as an argument",
+                )
+            return self.inputs[id(tree)][1]
+        if isinstance(tree, list | tuple):
+            return type(tree)(self._faked(part) for part in tree)
+        return {k: self._faked(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+    def _remember(self, tensor: torch.Tensor, recorded: Recorded) -> None:
+        self.values[id(tensor)] = recorded
+        self.alive.append(tensor)
+
+    def value_of(self, tensor: torch.Tensor) -> Recorded:
+        if id(tensor) not in self.values:
+            tensor = self._faked(tensor)
+        return self.values[id(tensor)]
+
+    def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() != 1:
+            raise refuse(
+                f"torch.tensor of shape {tuple(tensor.shape)}",
+                "values that are made inside the function have nowhere to be read from",
+                "make it outside, and pass it as an argument",
+            )
+        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # by the fake mode beneath
+        self._remember(fake, Literal.of(tensor.item()))
+        return fake
+
+    def _recorded(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Recorded:
+        if func is normalize.default:
+            return self._normalized(args, result)
+        if func in operators.FILLED:
+            return Literal.of(operators.as_number(operators.FILLED[func](args), result.dtype))
+        if func in operators.EMPTY:
+            return Literal.of(0)
+        if func.is_view or func is aten._unsafe_view.default:
+            return self._seen_through(
+                self.value_of(args[0]), Move(func, tuple(args[1:]), tuple(kwargs.items())), result
+            )
+        if func not in ALSO_POINTWISE and torch.Tag.pointwise not in func.tags and func.namespace != "warpnorm":
+            raise self._not_elementwise(func)
+        if operators.writes(func):
+            return self._written(func, args, kwargs, result)
+        return self._operation(func, args, kwargs, result)
+
+    def _operation(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Recorded:
+        name = str(func)
+        values = tuple(self._argument(arg) for arg in args)
+        named = tuple((k, self._argument(v)) for k, v in kwargs.items() if k not in ("memory_format", "layout"))
+        if func in (aten.clone.default, aten.alias.default, aten.lift_fresh.default):
+            return self.value_of(args[0])
+        if func is aten._to_copy.default:
+            if "device" in kwargs and torch.device(kwargs["device"]) != args[0].device:
+                raise refuse("a copy to another device", "a kernel runs on one device", "move the tensor outside")
+            if kwargs.get("dtype", args[0].dtype) == args[0].dtype:
+                return self.value_of(args[0])
+            named = (("dtype", kwargs["dtype"]),)
+        if func is relabel.default:
+            name, values = RELABEL, values[:1]
+        if func is dropout.default:
+            name, values = DROPOUT, (*values, Literal.of(self.dropouts))
+            self.dropouts += 1
+        if func is aten.nan_to_num.default:
+            named = _nan_to_num_bounds(args, kwargs)
+            values = values[:1]
+        return _depending(Result(name, values, named, result, user_line(), False))
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, torch.Tensor):
+            value = self.value_of(arg)
+            return Constant(value, arg.dtype) if isinstance(value, Literal) else value
+        if isinstance(arg, torch.SymInt | torch.SymFloat | torch.SymBool):
+            arg = int(arg) if isinstance(arg, torch.SymInt) else float(arg)  # type: ignore[arg-type]  # a guard: other sizes, another record
+        if isinstance(arg, bool | int | float):
+            return Literal.of(arg)
+        return tuple(self._argument(part) for part in arg) if isinstance(arg, list | tuple) else arg
+
+    def _normalized(self, args: Sequence[Any], result: torch.Tensor) -> Result:
+        c, col_dims, norm, eps = args
+        if self.norm is not None:
+            raise refuse(f"a second norm, {norm}", f"the first is at {self.norm.line}", "fuse each one by itself")
+        self.norm = NormCall(norm, self.value_of(c), col_dims, eps, user_line())
+        return Result("warpnorm.normalize.default", (self.norm.c,), (), result, user_line(), True)
+
+    def _written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Recorded:
+        """An operator that writes into its first argument gives it a new value."""
+        if kwargs.get("out") is not None:
+            raise refuse(f"{_name(func)} with out=", "a fused function returns new tensors", "leave out= away")
+        target = args[0]
+        if isinstance(self.value_of(target), Source):
+            raise refuse(
+                f"{_name(func)}, which writes into an input,",
+                "a fused function must leave its inputs as they are",
+                "use the operator that gives a new tensor, or clone() the input first",
+            )
+        storage = target.untyped_storage()._cdata
+        if any(t is not target and t.untyped_storage()._cdata == storage for t in self.alive):
+            raise refuse(
+                f"{_name(func)}, which writes into a view or into a tensor that has views,",
+                "the views would change too",
+                "use the operator that gives a new tensor",
+            )
+        if func is aten.copy_.default:
+            written = self.value_of(args[1])
+        elif func in (aten.zero_.default, aten.fill_.Scalar):
+            written = Literal.of(0 if func is aten.zero_.default else args[1])
+        else:
+            packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
+            plain = getattr(packet, func._overloadname)
+            written = self._operation(plain, args, kwargs, result)
+        self.values[id(target)] = written
+        return written
+
+    def _seen_through(self, value: Recorded, move: Move, result: torch.Tensor) -> Recorded:
+        """A view of an input is another input; a view of a result is the same operator on views of its arguments."""
+        if isinstance(value, Literal):
+            return value
+        if isinstance(value, Source):
+            return Source(value.index, (*value.moves, move), result)
+        if value.depends_on_norm:
+            raise refuse(
+                _name(move.target),
+                "after the norm a tensor has to keep the shape of the normalized one",
+                "reshape what the fused function returns",
+            )
+        if value.target == DROPOUT:
+            raise refuse(_name(move.target), "it changes the shape of what dropout gave", "reshape before the dropout")
+        key = (id(value), move)
+        try:
+            found = self._moved.get(key)
+        except TypeError:  # a symbol among the arguments
+            found, key = None, None  # type: ignore[assignment]
+        if found is None:
+            args = tuple(self._moved_argument(arg, value.fake, move) for arg in value.args)
+            kwargs = tuple((k, self._moved_argument(arg, value.fake, move)) for k, arg in value.kwargs)
+            found = Result(value.target, args, kwargs, result, value.line, False)
+            if key is not None:
+                self._moved[key] = found
+        return found
+
+    def _moved_argument(self, arg: Any, like: torch.Tensor, move: Move) -> Any:
+        if not isinstance(arg, Source | Result):
+            return arg
+        fake = arg.fake
+        if fake.shape != like.shape:
+            spread = Move(aten.expand.default, (tuple(like.shape),), ())
+            arg = self._seen_through(arg, spread, fake.expand(like.shape))
+            fake = arg.fake
+        try:
+            moved = move(fake)
+        except RuntimeError:
+            raise refuse(
+                _name(move.target), "it mixes rows of a broadcast tensor", "reshape before the tensors are combined"
+            ) from None
+        return self._seen_through(arg, move, moved)
+
+    def _not_elementwise(self, func: Any) -> FusionError:
+        return refuse(
+            _name(func), "it is not an elementwise operator, a view or a norm", "call it outside of the fused function"
+        )
+
+
+def _name(func: Any) -> str:
+    return str(func).removesuffix(".default")
+
+
+def _depending(result: Result) -> Result:
+    parts = [*result.args, *(arg for _, arg in result.kwargs)]
+    depends = any(isinstance(arg, Result) and arg.depends_on_norm for arg in parts)
+    return Result(result.target, result.args, result.kwargs, result.fake, result.line, depends)
+
+
+def _nan_to_num_bounds(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[str, Literal], ...]:
+    """The bounds of the tensor's own dtype, which is not the one that a kernel computes in."""
+    names = ("nan", "posinf", "neginf")
+    given = dict(zip(names, args[1:], strict=False)) | kwargs
+    largest = torch.finfo(args[0].dtype).max if args[0].is_floating_point() else 0.0
+    usual = {"nan": 0.0, "posinf": largest, "neginf": -largest}
+    return tuple((n, Literal.of(usual[n] if given.get(n) is None else float(given[n]))) for n in names)
+
+
+class Calls(TorchFunctionMode):
+    """Sees what the user calls, before PyTorch takes it apart: norms and dropout go to `handlers`."""
+
+    def __init__(self, handlers: Mapping[Any, Callable[..., Any]]) -> None:
+        super().__init__()
+        self.handlers = handlers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in LAYOUT_QUESTIONS:
+            raise refuse(
+                f"a look at the {LAYOUT_QUESTIONS[func]} of a tensor",
+                "the captured function serves tensors that differ in it",
+                "decide outside of the fused function",
+            )
+        handler = self.handlers.get(func)
+        result = handler(func, *args, **kwargs) if handler is not None else func(*args, **kwargs)
+        if not torch.is_grad_enabled() and isinstance(result, torch.Tensor) and isinstance(result, FakeTensor):
+            return result.detach()  # inside the user's own torch.no_grad()
+        return result
+
+
+class Fakes:
+    """Fake tensors on the device of the real ones: contiguous, and every dimension but the last a symbol if it is two or
+    more."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], are_symbolic: bool) -> None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # brings sympy, which nobody needs before
+
+        self.shape_env = ShapeEnv()
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=False)
+        self.symbols: dict[Any, tuple[int, int]] = {}
+        self.fakes = []
+        for i, tensor in enumerate(tensors):
+            shape: Any = list(tensor.shape)
+            for dim, size in enumerate(shape[:-1] if are_symbolic else ()):
+                if size > 1:
+                    shape[dim] = self._symbol(size, i, dim)
+            with self.mode:
+                self.fakes.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
+
+    def _symbol(self, size: int, tensor: int, dim: int) -> Any:
+        from torch._dynamo.source import ConstantSource
+        from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+        source = ConstantSource(f"size{tensor}_{dim}")
+        symbol = self.shape_env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC)
+        self.symbols[symbol] = (tensor, dim)
+        return self.shape_env.create_symintnode(symbol, hint=size, source=source)
+
+    def guards(self) -> tuple[Any, ...]:
+        return tuple(guard.expr for guard in self.shape_env.guards)

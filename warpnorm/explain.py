@@ -18,7 +18,7 @@ from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import LONG_ROW, ROW, Plan
-from warpnorm.problem import NUMBER, TILES, BackwardProblem, ForwardProblem, Operand, View
+from warpnorm.problem import NUMBER, TILES, BackwardProblem, ForwardProblem, Operand, View, operand_name
 from warpnorm.space import Space
 
 DEFAULT_TARGET = "sm_90"
@@ -196,7 +196,10 @@ def _backward(
     problem: BackwardProblem, space: Space, views: Sequence[View], grads: Sequence[View], device: Device, asm: bool
 ) -> Direction:
     plan = choose.backward(problem, device)
-    read = _bytes(views, problem.operands) + _bytes(grads, problem.grad_outputs)
+    graphs = (problem.prologue, problem.epilogue_vjp, problem.prologue_vjp)
+    used = {name for graph in graphs for name in graph.used_inputs}
+    loaded = [i for i in range(len(views)) if operand_name(i) in used]
+    read = sum(_bytes([views[i]], [problem.operands[i]]) for i in loaded) + _bytes(grads, problem.grad_outputs)
     written = sum(_bytes([views[i]], [problem.operands[i]]) for i in problem.wanted)
     tiles = _bytes(views, problem.operands, TILES) + _bytes(grads, problem.grad_outputs)
     has_sums = plan.pattern == LONG_ROW and problem.needs_grad_xhat

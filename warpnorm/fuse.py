@@ -1,9 +1,12 @@
 """`fuse`: an ordinary PyTorch function with one norm in it becomes one kernel, forward and backward. It is captured at its
 first call; a function that cannot be fused raises a FusionError there that says why, and is never run in another way."""
 
+import copy
 import functools
 import inspect
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -17,6 +20,7 @@ from warpnorm.problem import Call
 from warpnorm.trace import environment, fusion, handlers
 
 LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
+MANY_CAPTURES = 32
 NOTHING: Any = object()
 HANDLERS = handlers.TORCH | {functional.layer_norm: handlers.layer_norm, functional.rms_norm: handlers.rms_norm}
 NORMS = {norm.name: norm for norm in norms.ALL}
@@ -39,6 +43,19 @@ class Prepared(NamedTuple):
     leaves: tuple[Any, ...]
 
 
+class Bound(functools.partial):
+    """A fused method of one object."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        whole = inspect.signature(self.func.__self__.__wrapped__)  # type: ignore[attr-defined]
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.func.__self__.__wrapped__.__doc__  # type: ignore[attr-defined]
+
+
 class Fused:
     """A function that runs as one kernel. Binds to an owner as functions do."""
 
@@ -47,11 +64,15 @@ class Fused:
         self._prepared: dict[Any, Prepared] = {}
         self._differentiable: set[Any] = set()
         self._lock = threading.RLock()
-        functools.update_wrapper(self, function)
+        functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        return self if owner is None else functools.partial(self.run, owner)
+        if owner is None:
+            return self
+        if torch.compiler.is_compiling():  # which knows no such class
+            return functools.partial(self.__wrapped__, owner)
+        return Bound(self.run, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(NOTHING, *args, **kwargs)
@@ -60,10 +81,14 @@ class Fused:
         return f"<warpnorm.fuse of {getattr(self.__wrapped__, '__qualname__', self.__wrapped__)}>"
 
     def __deepcopy__(self, memo: Any) -> "Fused":
-        return self
+        twin = copy.deepcopy(self.__wrapped__, memo)  # of a method: bound to the twin of its owner
+        return self if twin is self.__wrapped__ else fuse(twin)
 
     def __reduce__(self) -> Any:
-        return fuse, (self.__wrapped__,)
+        found: Any = sys.modules.get(self.__module__)
+        for name in getattr(self, "__qualname__", "").split("."):
+            found = getattr(found, name, None)
+        return self.__qualname__ if found is self else (fuse, (self.__wrapped__,))
 
     def run(self, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """One call; `owner` is the object whose method this is."""
@@ -92,7 +117,8 @@ class Fused:
         around = environment.read(function) if owner is NOTHING else environment.read(function, owner)
         places = tuple([_key(tensor, tensors) for tensor in around.tensors])
         given = args if owner is NOTHING else (owner, *args)
-        return Request(given, kwargs, tensors, (key, around.key, places, torch.get_default_dtype(), _autocast(tensors)))
+        modes = (torch.get_default_dtype(), _autocast(tensors), torch.is_grad_enabled())
+        return Request(given, kwargs, tensors, (key, around.key, places, modes))
 
     def prepare(self, request: Request) -> Prepared:
         """Captures at the first call, and again only where nothing captured so far fits."""
@@ -124,13 +150,19 @@ class Fused:
         kind = (request.key, tuple((t.ndim, t.dtype, t.device, _fixed_sizes(t)) for t in tensors))
         known = self._captured.get(kind, [])
         for captured in known:
-            if captured.fits(captured.sizes(tensors)):
+            if captured.fits(tensors):
                 return captured
         names = _names(self.__wrapped__, request)
         captured = fusion.capture_call(
             self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS
         )
         self._captured[kind] = [*known, captured]
+        if sum(map(len, self._captured.values())) == MANY_CAPTURES:
+            warnings.warn(
+                f"{self!r} was captured {MANY_CAPTURES} times, each time for other dtypes, layouts or constants; a number "
+                "that changes from call to call is a constant: pass it as a tensor",
+                stacklevel=5,
+            )
         return captured
 
     def _check_gradients(self, prepared: Prepared, tensors: Sequence[torch.Tensor]) -> None:
@@ -223,7 +255,9 @@ def _key(arg: Any, tensors: list[torch.Tensor]) -> Any:
 
 def _autocast(tensors: Sequence[torch.Tensor]) -> Any:
     kind = tensors[0].device.type if tensors else "cpu"
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
 
 
 def leader(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

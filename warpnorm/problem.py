@@ -113,7 +113,8 @@ Axes = str | tuple[bool, ...]  # one of the names above, or for each dimension w
 @dataclass(frozen=True)
 class Call:
     """What the user asked for: `prologue` of the operands, which lie along `axes`, this norm of the result over its last
-    `col_dims` dimensions, then `epilogue`, whose results have the dtypes `outputs`. Computed at least in `compute`."""
+    `col_dims` dimensions, then `epilogue`, whose results have the dtypes `outputs`; those in `detached` carry no gradient.
+    Computed at least in `compute`."""
 
     norm: Norm
     col_dims: int
@@ -123,6 +124,7 @@ class Call:
     axes: tuple[Axes, ...]
     outputs: tuple[torch.dtype, ...]
     compute: torch.dtype = torch.float32
+    detached: tuple[int, ...] = ()
 
 
 class View(NamedTuple):

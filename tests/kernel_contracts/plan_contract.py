@@ -30,6 +30,7 @@ BACKWARD = (
     Plan(ROW, 1, 256, 4, programs=3, stages=3),
     Plan(ROW, 2, 256, 2, programs=2, stages=2),
     Plan(ROW, 8, 256, 8, programs=64),
+    Plan(ROW, 1, 256, 4, programs=3, stages=2, recomputes=True),
     Plan(ROW, 1, 128, 2, programs=3, splits=2, stages=3),
     Plan(ROW, 2, 128, 4, programs=2, splits=2),
     Plan(ROW, 1, 64, 2, programs=2, splits=4, stages=2),

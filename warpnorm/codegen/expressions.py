@@ -3,7 +3,6 @@ operator computes in, numbers spelled so that they keep their precision."""
 
 import torch
 
-from warpnorm.errors import OperatorError
 from warpnorm.problem import (
     BY_ROW,
     COLUMN,
@@ -33,9 +32,6 @@ TYPES = {
 }
 FLOAT8 = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 DTYPES = (*TYPES, *FLOAT8)  # that a tensor may have
-BOOLEAN_TOO = ("where", "eq", "ne", "logical_and", "logical_or", "logical_xor", "logical_not")
-INTEGER_TOO = ("add", "sub", "mul", "neg", "abs", "maximum", "minimum", "relu", "convert", "bitwise_and", "bitwise_or",
-               "bitwise_xor", "bitwise_not", "where", "sign")  # fmt: skip
 
 
 def as_compute(value: str, dtype: torch.dtype, compute: torch.dtype) -> str:
@@ -95,8 +91,6 @@ def _expression(node: Node, dtypes: dict[str, torch.dtype], problem: Problem) ->
         seed, offset, threshold, scale, stream = node.args
         assert isinstance(scale, Literal)
         return template.format(seed, offset, threshold, _number(scale, template, True, compute), stream)
-    if not node.dtype.is_floating_point and node.dtype != torch.bool and node.operator not in INTEGER_TOO:
-        raise OperatorError(f"{node.operator} of integers cannot be fused; convert them to floating point first")
     is_float = node.dtype.is_floating_point or any(dtype.is_floating_point for dtype in own)
     args = []
     for k, arg in enumerate(node.args):

@@ -42,7 +42,8 @@ def read(kernel: BoundKernel) -> Listing:
             _widths(_vector_bytes(r"st\.global", code)), shared, registers, spilled,
         )  # fmt: skip
     code = compiled.asm["amdgcn"]
-    sizes = {"ubyte": 1, "ushort": 2, "short_d16": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+    sizes = {"byte": 1, "ubyte": 1, "short": 2, "ushort": 2, "short_d16": 2}
+    sizes |= {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
 
     def widths(kind: str) -> tuple[int, ...]:
         found = re.findall(rf"(?:global|buffer)_{kind}_(\w+)", code)

@@ -135,7 +135,7 @@ def from_e4m3fn(code):
     bits = code.to(tl.int32)
     magnitude = ((bits & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     magnitude = tl.where((bits & 0x7F) == 0x7F, float("nan"), magnitude)
-    return tl.where(bits >= 0x80, -magnitude, magnitude)
+    return (magnitude.to(tl.int32, bitcast=True) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

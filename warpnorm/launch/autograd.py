@@ -36,7 +36,8 @@ class Normalization(torch.autograd.Function):
         ctx.flow, ctx.call = flow, call
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
         ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands), *statistics)
-        ctx.mark_non_differentiable(*(o for o in outputs if not o.is_floating_point()), *statistics)
+        detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
+        ctx.mark_non_differentiable(*detached, *statistics)
         ctx.set_materialize_grads(False)  # no zeros for the statistics, which have no gradient
         return (*outputs, *statistics)
 

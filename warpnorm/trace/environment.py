@@ -82,7 +82,10 @@ def read(function: Callable[..., Any], owner: object = _Nothing) -> Environment:
     if type(function) is FunctionType:
         return Environment(_Reader(tensors).function(function, owner), tuple(tensors))
     bound = function if owner is _Nothing else MethodType(function, owner)
-    return Environment(snapshot(bound, tensors, "the function"), tuple(tensors))
+    try:
+        return Environment(_Reader(tensors).called(bound), tuple(tensors))
+    except (_UnkeyableError, RecursionError) as error:
+        raise FusionError(_complaint(error, "the function", bound)) from None
 
 
 def snapshot(value: Any, tensors: list[torch.Tensor], name: str = "an argument") -> Hashable:
@@ -133,7 +136,9 @@ def _loads(root: CodeType, code: CodeType, outer: frozenset[str], own: str | Non
         if op == "IMPORT_NAME" and (names[at - 2] != 0 or not _trusted(name)):
             raise _refusal(root, f"imports `{name}`: import it outside, and read there the one value that is needed.")
         if op in ("STORE_GLOBAL", "DELETE_GLOBAL") or (op in ("STORE_DEREF", "DELETE_DEREF") and name in outer):
-            raise _refusal(root, f"assigns to `{name}`, which would happen only while it is captured.")
+            raise _refusal(
+                root, f"assigns to `{name}`, which would happen only while it is captured; return it instead"
+            )
         if op in ("STORE_FAST", "DELETE_FAST", "STORE_DEREF", "DELETE_DEREF") and name == own:
             raise _refusal(root, f"assigns to `{own}`, so what it reads from there cannot be told.")
         end = at + 1
@@ -152,7 +157,8 @@ def _loads(root: CodeType, code: CodeType, outer: frozenset[str], own: str | Non
             or (op == "LOAD_FAST" and name == own and name not in boxed)  # else it is the cell, for a function inside
         ):
             if ops[end] in ("STORE_ATTR", "DELETE_ATTR"):
-                raise _refusal(root, f"assigns to `{name}.{names[end]}`, which would happen only while it is captured.")
+                what = f"assigns to `{name}.{names[end]}`, which would happen only while it is captured"
+                raise _refusal(root, f"{what}; return the value, and assign it outside")
             called = ops[end - 1] == "LOAD_METHOD" or (ops[end - 1] in CALL_BIT and bool(args[end - 1] & 1))
             where = "global" if op in GLOBAL else "own" if name == own else "cell"
             yield where, name, Use(names[at + 1 : end], called)
@@ -300,6 +306,10 @@ class _Reader:
         """A class: itself and, if it is a user's, its attributes and all that its methods read."""
         if _trusted(kind.__module__) or issubclass(kind, Enum):
             return kind
+        if issubclass(kind, torch.autograd.Function):
+            raise _UnkeyableError(
+                kind, ", an autograd function, whose own gradient no kernel has; write it in operators"
+            )
         if again := self.again(kind):
             return again
         items = [item for base in kind.__mro__ if not _trusted(base.__module__) for item in vars(base).items()]
@@ -382,6 +392,7 @@ def _rule(kind: type) -> Rule:
         params = getattr(kind, "__dataclass_params__", None)
         ordered: list[tuple[bool, Rule]] = [
             (issubclass(kind, torch.Tensor), _Reader.tensor),
+            (issubclass(kind, partial) and _trusted(kind.__module__), _Reader.partial),
             (issubclass(kind, nn.Module), _Reader.module),
             (issubclass(kind, type), _Reader.kind),
             (issubclass(kind, Enum), _Reader.member),

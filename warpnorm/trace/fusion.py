@@ -1,8 +1,9 @@
 """A recorded function is cut at its norm: what lies before is the prologue, what lies after the epilogue. Both become
 expressions over the same operands, and with the norm they are a call like any other."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -64,12 +65,15 @@ class Captured:
     guards: tuple[Any, ...]
     norm_line: str
     names: tuple[str, ...]
+    shapes: tuple[Any, ...] = ()  # the only ones that it serves, where no symbols could stand for them
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
         return {symbol: tensors[i].shape[dim] for symbol, (i, dim) in self.symbols.items()}
 
-    def fits(self, sizes: Mapping[Any, int]) -> bool:
-        return all(bool(guard.xreplace(sizes)) for guard in self.guards)
+    def fits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        sizes = self.sizes(tensors)
+        is_served = not self.shapes or self.shapes == _shapes(tensors)
+        return is_served and all(bool(guard.xreplace(sizes)) for guard in self.guards)
 
 
 def capture_call(
@@ -87,7 +91,12 @@ def capture_call(
         raise
     except Exception:  # a symbol in a place that takes no symbols; what is wrong with the function is raised again
         recorder, fakes, result = _record(function, arguments, tensors, handlers, are_symbolic=False)
-    return _cut(recorder, fakes, result, norms, names)
+        return replace(_cut(recorder, fakes, result, norms, names, function), shapes=_shapes(tensors))
+    return _cut(recorder, fakes, result, norms, names, function)
+
+
+def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    return tuple(tensor.shape for tensor in tensors)
 
 
 def _record(
@@ -103,20 +112,22 @@ def _record(
     args, kwargs = pytree.tree_map(
         lambda leaf: by_id[id(leaf)][1] if isinstance(leaf, torch.Tensor) else leaf, arguments
     )
-    with fakes.mode, recorder, Calls(handlers), torch.enable_grad():
+    with fakes.mode, recorder, Calls(handlers):
         result = function(*args, **kwargs)
     return recorder, fakes, result
 
 
-def _cut(recorder: Recorder, fakes: Fakes, result: Any, norms: Mapping[str, Norm], names: Sequence[str]) -> Captured:
+def _cut(
+    recorder: Recorder, fakes: Fakes, result: Any, norms: Mapping[str, Norm], names: Sequence[str], function: Any
+) -> Captured:
     norm = recorder.norm
     if norm is None:
         raise FusionError(
-            "the function holds no norm, and nothing else can be fused: call layer_norm or rms_norm in it, of torch or "
-            "of warpnorm"
+            f"{_place(function)}the function holds no norm, and nothing else can be fused; call layer_norm or rms_norm in "
+            "it, of torch or of warpnorm"
         )
     if isinstance(norm.c, Literal):
-        raise FusionError(f"{norm.line}: the norm is of a constant")
+        raise FusionError(f"{norm.line}: the norm is of a constant; normalize a tensor that depends on an argument")
     builder = _Builder(norm, recorder)
     leaves, tree = pytree.tree_flatten(result)
     kept: list[Any] = []
@@ -141,20 +152,26 @@ def _cut(recorder: Recorder, fakes: Fakes, result: Any, norms: Mapping[str, Norm
         outputs[number:] = outputs[number:] or [value]
         kept.append(Output(number))
     if not any(isinstance(value, Result) and value.depends_on_norm for value in outputs):
-        raise FusionError(f"{norm.line}: no result depends on the norm")
+        raise FusionError(f"{norm.line}: no result depends on the norm; return what it gives, or leave it away")
     dtypes = tuple(leaf.dtype for leaf in _first_leaves(leaves, kept, len(outputs)))
     compute = builder.compute_dtype([norm.c, *outputs])
     prologue, epilogue = builder.expressions(outputs, compute)
     axes: tuple[Axes, ...] = tuple(_axes(source.fake, norm.c.fake) for source in builder.sources)
     if recorder.dropouts:
         axes = (*axes, NUMBER, NUMBER)
-    call = Call(norms[norm.norm], norm.col_dims, norm.eps, prologue, epilogue, axes, dtypes, compute)
+    detached = tuple(k for k, value in enumerate(outputs) if not _is_differentiable(value))
+    call = Call(norms[norm.norm], norm.col_dims, norm.eps, prologue, epilogue, axes, dtypes, compute, detached)
     _check_operators(call, [source.fake.dtype for source in builder.sources])
     inputs = tuple(Input(source.index, source.moves) for source in builder.sources)
     shown = tuple(names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
     return Captured(
         call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), norm.line, shown
     )
+
+
+def _place(function: Any) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
 
 
 class _Builder:
@@ -244,6 +261,15 @@ def _renamed(
         return Ref(names.get(arg.name, arg.name)) if isinstance(arg, Ref) else arg
 
     return tuple(Step(s.name, s.target, tuple(map(of, s.args)), s.kwargs, s.line) for s in steps), outputs
+
+
+def _is_differentiable(value: Any) -> bool:
+    """Whether a gradient would reach an input: not through detach(), nor through integers and booleans."""
+    if isinstance(value, Source):
+        return value.fake.is_floating_point()
+    if not isinstance(value, Result) or value.target == "aten.detach.default" or not value.fake.is_floating_point():
+        return False
+    return any(_is_differentiable(arg) for arg in (*value.args, *(arg for _, arg in value.kwargs)))
 
 
 def _axes(fake: torch.Tensor, space: torch.Tensor) -> tuple[bool, ...]:

@@ -50,9 +50,11 @@ def _node(node: torch.fx.Node, value: Any, nodes: list[Node]) -> Value:
     if target in operators.EMPTY:
         return Literal.of(float("nan"))
     name, args = operators.spelled(target, node.args, node.kwargs)
-    operators.check(name)
-    values = tuple(value(arg) for arg in args)
     dtype = node.meta["val"].dtype
+    operators.check(name, dtype)
+    values = tuple(value(arg) for arg in args)
+    if name == "where" and isinstance(values[0], Literal):
+        return values[1] if values[0].value else values[2]
     if all(isinstance(v, Literal) for v in values) and not operators.is_cast(name):
         return _folded(target, node, values, dtype)
     nodes.append(Node(f"t{len(nodes)}", name, values, dtype))

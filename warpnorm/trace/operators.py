@@ -137,6 +137,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
     table |= get_decompositions([getattr(aten, name) for name in names])
     return table | {
+        aten.add.Tensor: lambda x, y, alpha=1: NotImplemented if alpha == 1 else x + y * alpha,
+        aten.sub.Tensor: lambda x, y, alpha=1: NotImplemented if alpha == 1 else x - y * alpha,
+        aten.floor_divide.default: lambda x, y: _divide(x, y, rounding_mode="floor"),
         aten.clamp.default: _clamp,
         aten.clamp.Tensor: _clamp,
         aten.pow.Tensor_Scalar: _power,
@@ -219,6 +222,15 @@ def as_number(value: Any, dtype: torch.dtype) -> float | int | bool:
     return bool(value) if dtype == torch.bool else int(value)
 
 
-def check(operator: str) -> None:
+INTEGER_TOO = frozenset({
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "convert", "maximum", "minimum", "mul", "neg",
+    "relu", "sign", "sub", "where",
+})  # fmt: skip
+
+
+def check(operator: str, dtype: torch.dtype) -> None:
+    """`dtype` is what PyTorch gives the result."""
+    if operator in TRITON and not dtype.is_floating_point and dtype != torch.bool and operator not in INTEGER_TOO:
+        raise OperatorError(f"{operator} of integers has no row in the table; convert them to floating point first")
     if operator not in TRITON:
         raise OperatorError(f"{operator} is not among the operators that can be fused: {', '.join(sorted(TRITON))}")

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from warpnorm.errors import FusionError
 from warpnorm.problem import Literal
@@ -23,14 +24,20 @@ OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 ALSO_POINTWISE = {
     aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.hardswish.default,
     aten.hardswish_.default, aten.lift_fresh.default, aten.zero_.default, aten.fill_.Scalar, aten.copy_.default,
-    aten.celu_.default, aten.log_sigmoid_forward.default,
+    aten.celu_.default, aten.log_sigmoid_forward.default, aten.rsub.Tensor, aten.rsub.Scalar, aten.floor_divide.default,
+    aten.floor_divide.Scalar,
 }  # fmt: skip
-READS_A_VALUE = {aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default}
+READS_A_VALUE = {
+    aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default,
+    aten.allclose.default,
+}  # fmt: skip
 # What a fake tensor would answer differently from the user's
 _tensor: Any = torch.Tensor
 LAYOUT_QUESTIONS = {
     _tensor.stride: "strides", _tensor.is_contiguous: "strides", _tensor.storage_offset: "storage",
     _tensor.data_ptr: "storage", _tensor.requires_grad.__get__: "requires_grad",
+    _tensor.is_leaf.__get__: "is_leaf", _tensor.grad.__get__: "grad", _tensor.requires_grad_: "requires_grad",
+    _tensor.data.__set__: "data",
     _tensor.grad_fn.__get__: "grad_fn", _tensor.numpy: "values", _tensor.tolist: "values",
 }  # fmt: skip
 
@@ -129,8 +136,9 @@ class Recorder(TorchDispatchMode):
         """`inputs`: the id of each real tensor -> its number and its fake."""
         super().__init__()
         self.inputs = inputs
-        self.values: dict[int, Recorded] = {id(fake): Source(i, (), fake) for i, fake in inputs.values()}
-        self.alive: list[torch.Tensor] = []  # so that no id is used twice
+        self.values: Any = WeakIdKeyDictionary()  # of the tensors that somebody still holds
+        for i, fake in inputs.values():
+            self.values[fake] = Source(i, (), fake)
         self.norm: NormCall | None = None
         self.dropouts = 0
         self._moved: dict[tuple[int, Move], Recorded] = {}
@@ -179,13 +187,12 @@ class Recorder(TorchDispatchMode):
         return {k: self._faked(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
 
     def _remember(self, tensor: torch.Tensor, recorded: Recorded) -> None:
-        self.values[id(tensor)] = recorded
-        self.alive.append(tensor)
+        self.values[tensor] = recorded
 
     def value_of(self, tensor: torch.Tensor) -> Recorded:
-        if id(tensor) not in self.values:
+        if tensor not in self.values:
             tensor = self._faked(tensor)
-        return self.values[id(tensor)]
+        return self.values[tensor]
 
     def _constant(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel() != 1:
@@ -195,7 +202,9 @@ class Recorder(TorchDispatchMode):
                 "make it outside, and pass it as an argument",
             )
         fake = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # by the fake mode beneath
-        self._remember(fake, Literal.of(tensor.item()))
+        with _disable_current_modes():
+            number = tensor.item()
+        self._remember(fake, Literal.of(number))
         return fake
 
     def _recorded(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Recorded:
@@ -205,6 +214,9 @@ class Recorder(TorchDispatchMode):
             return Literal.of(operators.as_number(operators.FILLED[func](args), result.dtype))
         if func in operators.EMPTY:
             return Literal.of(0)
+        if func is aten.detach.default:  # a view to PyTorch, the end of a gradient to us
+            value = self.value_of(args[0])
+            return value if isinstance(value, Literal) else self._operation(func, args, kwargs, result)
         if func.is_view or func is aten._unsafe_view.default:
             return self._seen_through(
                 self.value_of(args[0]), Move(func, tuple(args[1:]), tuple(kwargs.items())), result
@@ -219,23 +231,35 @@ class Recorder(TorchDispatchMode):
         name = str(func)
         values = tuple(self._argument(arg) for arg in args)
         named = tuple((k, self._argument(v)) for k, v in kwargs.items() if k not in ("memory_format", "layout"))
+        if func is aten.clone.default and not isinstance(self.value_of(args[0]), Literal):
+            return self._copied(self.value_of(args[0]), result)
         if func in (aten.clone.default, aten.alias.default, aten.lift_fresh.default):
             return self.value_of(args[0])
         if func is aten._to_copy.default:
             if "device" in kwargs and torch.device(kwargs["device"]) != args[0].device:
                 raise refuse("a copy to another device", "a kernel runs on one device", "move the tensor outside")
             if kwargs.get("dtype", args[0].dtype) == args[0].dtype:
-                return self.value_of(args[0])
+                value = self.value_of(args[0])
+                return value if isinstance(value, Literal) else self._copied(value, result)
             named = (("dtype", kwargs["dtype"]),)
         if func is relabel.default:
             name, values = RELABEL, values[:1]
         if func is dropout.default:
             name, values = DROPOUT, (*values, Literal.of(self.dropouts))
             self.dropouts += 1
+        if func is aten.remainder.Scalar_Tensor:  # which PyTorch does not differentiate
+            name, values = "aten.remainder.Tensor", (Constant(values[0], result.dtype), values[1])
+        if func in (aten.floor_divide.default, aten.floor_divide.Scalar):
+            name, named = "aten.div.Tensor_mode", (("rounding_mode", "floor"),)
+            second = values[1]
+            values = (values[0], Constant(second, result.dtype) if isinstance(second, Literal) else second)
         if func is aten.nan_to_num.default:
             named = _nan_to_num_bounds(args, kwargs)
             values = values[:1]
         return _depending(Result(name, values, named, result, user_line(), False))
+
+    def _copied(self, value: Recorded, result: torch.Tensor) -> Result:
+        return _depending(Result("aten.clone.default", (value,), (), result, user_line(), False))
 
     def _argument(self, arg: Any) -> Any:
         if isinstance(arg, torch.Tensor):
@@ -259,28 +283,28 @@ class Recorder(TorchDispatchMode):
         if kwargs.get("out") is not None:
             raise refuse(f"{_name(func)} with out=", "a fused function returns new tensors", "leave out= away")
         target = args[0]
-        if isinstance(self.value_of(target), Source):
+        storage = target.untyped_storage()._cdata
+        if any(fake.untyped_storage()._cdata == storage for _, fake in self.inputs.values()):
             raise refuse(
                 f"{_name(func)}, which writes into an input,",
                 "a fused function must leave its inputs as they are",
                 "use the operator that gives a new tensor, or clone() the input first",
             )
-        storage = target.untyped_storage()._cdata
-        if any(t is not target and t.untyped_storage()._cdata == storage for t in self.alive):
+        if any(t is not target and t.untyped_storage()._cdata == storage for t in list(self.values)):
             raise refuse(
                 f"{_name(func)}, which writes into a view or into a tensor that has views,",
                 "the views would change too",
                 "use the operator that gives a new tensor",
             )
         if func is aten.copy_.default:
-            written = self.value_of(args[1])
+            written = self._operation(aten._to_copy.default, (args[1],), {"dtype": target.dtype}, result)
         elif func in (aten.zero_.default, aten.fill_.Scalar):
-            written = Literal.of(0 if func is aten.zero_.default else args[1])
+            written = Literal.of(operators.as_number(0 if func is aten.zero_.default else args[1], target.dtype))
         else:
             packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
             plain = getattr(packet, func._overloadname)
             written = self._operation(plain, args, kwargs, result)
-        self.values[id(target)] = written
+        self.values[target] = written
         return written
 
     def _seen_through(self, value: Recorded, move: Move, result: torch.Tensor) -> Recorded:
@@ -289,6 +313,8 @@ class Recorder(TorchDispatchMode):
             return value
         if isinstance(value, Source):
             return Source(value.index, (*value.moves, move), result)
+        if move.target is aten.view.dtype:
+            raise refuse(_name(move.target), "a computed value has no bits in memory", "use to(), or look at an input")
         if value.depends_on_norm:
             raise refuse(
                 _name(move.target),
@@ -320,7 +346,7 @@ class Recorder(TorchDispatchMode):
             fake = arg.fake
         try:
             moved = move(fake)
-        except RuntimeError:
+        except (RuntimeError, ValueError):
             raise refuse(
                 _name(move.target), "it mixes rows of a broadcast tensor", "reshape before the tensors are combined"
             ) from None
@@ -356,7 +382,7 @@ class Calls(TorchFunctionMode):
 
     def __init__(self, handlers: Mapping[Any, Callable[..., Any]]) -> None:
         super().__init__()
-        self.handlers = handlers
+        self.handlers, self.has_gradients = handlers, torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -370,7 +396,7 @@ class Calls(TorchFunctionMode):
             )
         handler = self.handlers.get(func)
         result = handler(func, *args, **kwargs) if handler is not None else func(*args, **kwargs)
-        if not torch.is_grad_enabled() and isinstance(result, torch.Tensor) and isinstance(result, FakeTensor):
+        if self.has_gradients and not torch.is_grad_enabled() and isinstance(result, FakeTensor):
             return result.detach()  # inside the user's own torch.no_grad()
         return result
 

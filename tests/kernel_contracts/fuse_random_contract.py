@@ -1,0 +1,136 @@
+"""Contract: random functions. Hypothesis writes the source of a function with one norm in it: what stands before and after,
+how its operands are broadcast and lie in memory, their dtypes, how many results it has. Fused, each is as accurate as
+plain. All operators are smooth and well conditioned, so that the plain function in float64 is the truth."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import warpnorm
+from kernel_contracts.fuse_operators_contract import check_fused
+
+EXAMPLES = 25
+UNARY = (
+    "torch.sin({0})",
+    "torch.cos({0})",
+    "torch.tanh({0})",
+    "torch.sigmoid({0})",
+    "torch.erf({0})",
+    "torch.atan({0})",
+    "F.silu({0})",
+    "F.gelu({0})",
+    "F.gelu({0}, approximate='tanh')",
+    "F.mish({0})",
+    "F.softplus({0})",
+    "torch.log1p({0} * {0})",
+    "torch.sqrt(1.0 + {0} ** 2)",
+    "torch.exp(-{0}.square())",
+    "1 / (2 + {0}.sin())",
+    "({0} * 0.75 - 1.25)",
+)
+BINARY = (
+    "({0} + {1})",
+    "({0} - 0.5 * {1})",
+    "({0} * {1})",
+    "{0} / (1.5 + torch.cos({1}))",
+    "torch.addcmul({0}, {0}, {1}, value=0.25)",
+    "torch.logaddexp({0}, {1})",
+)
+NORMS = {"layer": "F.layer_norm(h, h.shape[-{0}:])", "rms": "F.rms_norm(h, h.shape[-{0}:], eps=1e-5)"}
+
+
+@dataclass(frozen=True)
+class Operand:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    is_transposed: bool
+
+    def make(self, seed: int, device: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        tensor = torch.randn(self.shape, generator=generator, dtype=torch.float64).to(device, self.dtype)
+        return tensor.mT.contiguous().mT if self.is_transposed and tensor.ndim > 1 else tensor
+
+
+@dataclass(frozen=True)
+class Program:
+    """Prints as what failed."""
+
+    source: str
+    operands: tuple[Operand, ...]
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        names: dict[str, Any] = {"torch": torch, "F": F}
+        exec(self.source, names)
+        return names["program"]
+
+    def __repr__(self) -> str:
+        return "\n".join([self.source, *(f"x{k}: {operand}" for k, operand in enumerate(self.operands))])
+
+
+@st.composite
+def programs(draw: st.DrawFn) -> Program:
+    shape = (*draw(st.lists(st.integers(1, 4), max_size=3)), draw(st.sampled_from((24, 33, 40, 64))))
+    operands = draw(operands_of(shape))
+    names = [f"x{k}" for k in range(len(operands))]
+    lines = draw(steps(names, "a"))
+    # Neither adding what is constant along a row nor scaling it would do: the norm undoes both
+    lines.append(f"h = x0 + {draw(st.sampled_from(lines_of(lines) + names))} * torch.sin(x0)")
+    norm = draw(st.sampled_from(sorted(NORMS)))
+    lines.append("y = " + NORMS[norm].format(draw(st.integers(1, min(2, len(shape))))))
+    after = draw(steps(["y", "h", *names], "b"))
+    lines += after
+    results = [f"y * {draw(st.sampled_from([*lines_of(after), 'h', *names]))}"]
+    results += draw(st.lists(st.sampled_from(["y", "h", "h * y", "torch.sin(h) + y"]), max_size=2, unique=True))
+    body = "\n".join(f"    {line}" for line in [*lines, f"return {', '.join(results)}"])
+    return Program(f"def program({', '.join(names)}):\n{body}", operands)
+
+
+@st.composite
+def operands_of(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Operand, ...]:
+    """The first has the whole shape; the others are broadcast along some of its dimensions, or lack some."""
+    dtypes = draw(st.sampled_from([(torch.float32,), (torch.float64,), (torch.float32, torch.float64)]))
+    shapes = [shape]
+    for _ in range(draw(st.integers(0, 3))):
+        own = shape[draw(st.integers(0, len(shape))) :]
+        shapes.append(tuple(size if draw(st.booleans()) else 1 for size in own))
+    return tuple(Operand(s, draw(st.sampled_from(dtypes)), draw(st.booleans())) for s in shapes)
+
+
+@st.composite
+def steps(draw: st.DrawFn, names: list[str], letter: str) -> list[str]:
+    """Assignments to new names, each of what is there by then."""
+    lines: list[str] = []
+    for k in range(draw(st.integers(1, 3))):
+        there = [*names, *lines_of(lines)]
+        template = draw(st.sampled_from(UNARY + BINARY))
+        lines.append(f"{letter}{k} = " + template.format(*(draw(st.sampled_from(there)) for _ in range(2))))
+    return lines
+
+
+def lines_of(lines: list[str]) -> list[str]:
+    """The names that they assign to."""
+    return [line.split(" = ")[0] for line in lines]
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(program=programs())
+def test_random_functions(program: Program, device: str) -> None:
+    check_fused(
+        warpnorm.fuse(program.function),
+        program.function,
+        lambda seed: [operand.make(50 * seed + k, device) for k, operand in enumerate(program.operands)],
+        draws=24,  # gradients of a single element are among them
+        own_draws=3,
+    )

@@ -53,7 +53,8 @@ class Space(NamedTuple):
 def shape_of(views: Sequence[View]) -> tuple[int, ...]:
     """Of the iteration space: what the operands broadcast to."""
     first = views[0].shape
-    return first if all(len(v.shape) < 2 for v in views[1:]) else torch.broadcast_shapes(*(v.shape for v in views))
+    is_whole = all(v.shape == first[len(first) - len(v.shape) :] for v in views[1:])
+    return first if is_whole else torch.broadcast_shapes(*(v.shape for v in views))
 
 
 def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Graph]) -> tuple[ForwardProblem, Space]:

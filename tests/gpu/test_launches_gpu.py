@@ -1,9 +1,14 @@
 """How many kernels a call runs: one forward; backward one and the small sum, two and the sum for the longest rows."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
+import warpnorm
 from kernel_contracts.running import operands_for, ours
 from warpnorm.norms import LAYER_NORM
 
@@ -27,3 +32,31 @@ def test_launches(cols: int, backward: int, device: str) -> None:
     assert len(launched(lambda: ours(LAYER_NORM, 1, *leaves))) == 1
     names = launched(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True))
     assert len(names) == backward, names
+
+
+def gated(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    return F.layer_norm(F.silu(x) * r, x.shape[-1:], weight, bias)
+
+
+def residual(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    h = F.dropout(x, 0.1) + r
+    return F.rms_norm(h, h.shape[-1:], weight) + bias, h
+
+
+def modulated(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    scale = r[:, :1]  # one for each sample
+    return F.layer_norm(x, x.shape[-1:]) * (1 + scale) * weight + bias
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("cols", [1024, 4096, 8192])
+@pytest.mark.parametrize("function", [gated, residual, modulated], ids=lambda f: f.__name__)
+def test_launches_of_fused_functions(function: Callable[..., Any], cols: int, device: str) -> None:
+    shapes = ((4, 16, cols), (4, 1 if function is modulated else 16, cols), (cols,), (cols,))
+    leaves = [torch.randn(shape, device=device).bfloat16().requires_grad_() for shape in shapes]
+    fused = warpnorm.fuse(function)
+    outputs = fused(*leaves)
+    grads = [torch.randn_like(o) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
+    assert len(launched(lambda: fused(*leaves))) == 1
+    names = launched(lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
+    assert len(names) <= 2, names

@@ -43,7 +43,7 @@ def check(
         return [drawn(shape, 50 * seed + k, dtype, device) for k, shape in enumerate(shapes)]
 
     is_small = min(prod(shape) for shape in shapes) < COLS
-    check_fused(warpnorm.fuse(function), function, make, 16 if is_small else 4, 2 if is_small else 1)
+    check_fused(warpnorm.fuse(function), function, make, 24 if is_small else 4, 3 if is_small else 1)
 
 
 # Broadcasting
@@ -104,6 +104,19 @@ def every_spread(x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 EVERY_SHAPE = [(4, 3, COLS), *(spread.shape(4, 3, COLS) for spread in SPREADS if spread.name != "columns_of_one_row")]
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((3, 1), (COLS,)), ((COLS,), (3, 1)), ((), (2, 3, COLS)), ((1,), (COLS,)), ((2, 1, COLS), (3, 1)),
+     ((2, 1, 1), (3, COLS)), ((2, 1, COLS), (3, 1), (2, 3, 1)), ((COLS,), (2, 1, 1), (3, 1))],
+    ids=str,
+)  # fmt: skip
+def test_fused_without_a_full_operand(shapes: tuple[tuple[int, ...], ...], device: str) -> None:
+    """Together they are broadcast to the shape that is normalized."""
+    check(every_spread, shapes, device)
+
+
 FORWARD_PLANS = (
     Plan(ROW, 4, 32, 1),
     Plan(ROW, 1, 32, 1, programs=2, stages=2),
@@ -137,7 +150,7 @@ def test_fused_every_kind_of_operand_under_every_plan(
         warpnorm.fuse(every_spread),
         every_spread,
         lambda seed: [drawn(shape, 50 * seed + k, torch.float32, device) for k, shape in enumerate(shapes)],
-        draws=16,
+        draws=48,
         own_draws=2,
         find=find,
     )

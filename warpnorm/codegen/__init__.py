@@ -1,6 +1,8 @@
-"""Graphs become Triton source, and source with a hand-written kernel becomes something to launch.
+"""Graphs become kernels.
 
-pointwise  a problem -> the source of the functions that its kernel is handed
-cache      source -> an imported module, by way of a file (Triton reads source from files)
-bind       kernel + functions + plan -> a bound kernel, compiled for a target or interpreted
+expressions  one node -> one line of Triton
+pointwise    a problem -> the source of the functions that its kernel is handed
+cache        source -> a file and a module
+bind         kernel, functions and plan -> something to launch, with or without a GPU
+listing      what compiled code contains
 """

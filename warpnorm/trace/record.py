@@ -21,12 +21,12 @@ from warpnorm.trace.expression import DROPOUT, RELABEL, Constant
 
 aten = torch.ops.aten
 OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-ALSO_POINTWISE = {
-    aten._to_copy.default, aten.clone.default, aten.alias.default, aten.detach.default, aten.hardswish.default,
-    aten.hardswish_.default, aten.lift_fresh.default, aten.zero_.default, aten.fill_.Scalar, aten.copy_.default,
-    aten.celu_.default, aten.log_sigmoid_forward.default, aten.rsub.Tensor, aten.rsub.Scalar, aten.floor_divide.default,
-    aten.floor_divide.Scalar,
-}  # fmt: skip
+# Elementwise, but not marked so by every version of PyTorch
+ALSO_POINTWISE = frozenset({
+    "_to_copy", "alias", "celu", "clone", "copy", "detach", "elu", "fill", "floor_divide", "gelu", "hardshrink",
+    "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "lift_fresh", "log_sigmoid_forward", "masked_fill", "mish",
+    "nan_to_num", "rsub", "silu", "softplus", "softshrink", "threshold", "where", "zero",
+})  # fmt: skip
 READS_A_VALUE = {
     aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default,
     aten.allclose.default,
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
             return self._seen_through(
                 self.value_of(args[0]), Move(func, tuple(args[1:]), tuple(kwargs.items())), result
             )
-        if func not in ALSO_POINTWISE and torch.Tag.pointwise not in func.tags and func.namespace != "warpnorm":
+        if not _is_pointwise(func):
             raise self._not_elementwise(func)
         if operators.writes(func):
             return self._written(func, args, kwargs, result)
@@ -356,6 +356,11 @@ class Recorder(TorchDispatchMode):
         return refuse(
             _name(func), "it is not an elementwise operator, a view or a norm", "call it outside of the fused function"
         )
+
+
+def _is_pointwise(func: Any) -> bool:
+    name = func._schema.name.split("::")[1].removesuffix("_")
+    return torch.Tag.pointwise in func.tags or name in ALSO_POINTWISE or func.namespace == "warpnorm"
 
 
 def _name(func: Any) -> str:

@@ -1,0 +1,1 @@
+from kernel_contracts.fuse_contract import *

@@ -44,8 +44,7 @@ def residual(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, bias: torch
 
 
 def modulated(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
-    scale = r[:, :1]  # one for each sample
-    return F.layer_norm(x, x.shape[-1:]) * (1 + scale) * weight + bias
+    return F.layer_norm(x, x.shape[-1:]) * (1 + r) * weight + bias  # r: one for each sample
 
 
 @pytest.mark.unpoisoned

@@ -357,11 +357,11 @@ def error_over(results: list[Named], truth: list[Named], name: str, sizes: torch
 
 
 # The interpreter is slow: there every row runs before the norm in one dtype and after it in the other
-PAIRS = [(use, dtype) for use in USES for dtype in (torch.float32, torch.bfloat16)]
-PAIRS = [PAIRS[0], PAIRS[3]] if settings.is_interpreting() else PAIRS
+RUNS = [(use, dtype) for use in USES for dtype in (torch.float32, torch.bfloat16)]
+RUNS = [RUNS[0], RUNS[3]] if settings.is_interpreting() else RUNS
 
 
-@pytest.mark.parametrize(("use", "dtype"), PAIRS, ids=str)
+@pytest.mark.parametrize(("use", "dtype"), RUNS, ids=str)
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_operator(row: Row, use: str, dtype: torch.dtype, device: str) -> None:
     check_fused(fused(row, use), plain(row, use), lambda seed: row.operands(seed, dtype, device))

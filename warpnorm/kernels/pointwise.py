@@ -83,7 +83,7 @@ def minimum(x, y):
 
 @triton.jit
 def sign(x):
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, x * 0)).to(x.dtype)
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0)).to(x.dtype)  # zero for NaN, as in PyTorch
 
 
 @triton.jit

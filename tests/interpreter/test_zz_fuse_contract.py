@@ -1,1 +1,0 @@
-from kernel_contracts.fuse_contract import *

@@ -52,3 +52,29 @@ def mathematical_library() -> None:
     from interpreter.library import provide_library
 
     provide_library()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patch_the_language_once() -> None:
+    """The interpreter replaces the functions of `tl` at every call of a device function, which takes most of its time; once
+    for every launch is enough."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_LangPatchScope"):
+        return
+    done: set[frozenset[int]] = set()
+    patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
+
+    def patch_once(function):  # type: ignore[no-untyped-def]
+        key = frozenset(id(value) for value in function.__globals__.values() if value is tl or value is tl.core)
+        if key in done:
+            return interpreter._LangPatchScope()
+        done.add(key)
+        return patch(function)
+
+    def launch(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        done.clear()
+        return run(self, *args, **kwargs)
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch

@@ -91,20 +91,28 @@ def _expression(node: Node, dtypes: dict[str, torch.dtype], problem: Problem) ->
         seed, offset, threshold, scale, stream = node.args
         assert isinstance(scale, Literal)
         return template.format(seed, offset, threshold, _number(scale, template, True, compute), stream)
-    is_float = node.dtype.is_floating_point or any(dtype.is_floating_point for dtype in own)
+    common = _common_dtype(node, own, compute)
     args = []
     for k, arg in enumerate(node.args):
         is_condition = node.operator == "where" and k == 0
-        if isinstance(arg, str):
-            needs_cast = is_float and not is_condition and not dtypes[arg].is_floating_point
-            if not needs_cast and dtypes[arg] == torch.bool and not node.dtype.is_floating_point:
-                needs_cast = node.dtype != torch.bool and not is_condition
-                args.append(f"{arg}.to({TYPES[node.dtype]})" if needs_cast else arg)
-            else:
-                args.append(f"{arg}.to({TYPES[compute]})" if needs_cast else arg)
+        if not isinstance(arg, str):
+            args.append(_number(arg, template, common.is_floating_point, compute))
+        elif is_condition or dtypes[arg] == common:
+            args.append(arg)
         else:
-            args.append(_number(arg, template, is_float, compute))
+            args.append(f"{arg}.to({TYPES[common]})")
     return template.format(*args)
+
+
+def _common_dtype(node: Node, own: list[torch.dtype], compute: torch.dtype) -> torch.dtype:
+    """What an operator computes in: the dtype of its result, or if that is a boolean, what its arguments promote to."""
+    if node.dtype != torch.bool:
+        return compute if node.dtype.is_floating_point else node.dtype
+    common = own[0] if node.operator != "where" else torch.bool
+    for dtype in own if node.operator != "where" else ():
+        common = torch.promote_types(common, dtype)
+    is_float = common.is_floating_point or any(isinstance(a, Literal) and isinstance(a.value, float) for a in node.args)
+    return compute if is_float else common
 
 
 def _number(value: Literal, template: str, is_float: bool, compute: torch.dtype) -> str:

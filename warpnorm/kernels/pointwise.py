@@ -23,11 +23,16 @@ def held(x, PACK: tl.constexpr):
 @triton.jit
 def divide(x, y):
     # `/` is off by two units in the last place in float32
-    if (x * y).dtype == tl.float32:
-        zeros = tl.zeros_like(x * y)
-        return tl.div_rn(zeros + x, zeros + y)
+    if x.dtype == tl.float32:
+        x, y = tl.broadcast(x, y)
+        return tl.div_rn(x, y)
     else:
         return x / y
+
+
+@triton.jit
+def reciprocal(x):
+    return divide(tl.full((1, 1), 1.0, x.dtype), x)
 
 
 @triton.jit
@@ -40,7 +45,7 @@ def sqrt(x):
 
 @triton.jit
 def rsqrt(x):
-    return divide(1.0, sqrt(x))
+    return reciprocal(sqrt(x))
 
 
 @triton.jit
@@ -68,6 +73,15 @@ def quick_erf(x):
     square = x * x
     near_zero = x * (((-0.0268661706 * square + 0.1128379167) * square - 0.3761263890) * square + 1.1283791671)
     return tl.where(size < 0.25, near_zero, tl.where(x < 0.0, -result, result))
+
+
+@triton.jit
+def negate(x):
+    # a minus is `0 - x` in Triton, which is not -0.0 for zero
+    if x.dtype.is_floating():
+        return x * -1.0
+    else:
+        return -x
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from warpnorm.norms import Norm
 from warpnorm.problem import NUMBER, Axes, Call, Literal, operand_name
 from warpnorm.space import Gradients
 from warpnorm.trace import capture, differentiate
-from warpnorm.trace.expression import DROPOUT, Constant, Expression, Ref, Step
+from warpnorm.trace.expression import CAST, DROPOUT, Constant, Expression, Ref, Step
 from warpnorm.trace.record import Calls, Fakes, Move, NormCall, Recorded, Recorder, Result, Source
 
 DTYPES = (
@@ -313,7 +313,12 @@ def check_gradients(captured: Captured, dtypes: Sequence[torch.dtype], wanted: t
 def _at_fault(call: Call, dtypes: Sequence[torch.dtype], error: Exception) -> FusionError:
     """Which of the user's operators it is: the first that cannot be traced by itself, or differentiated."""
     steps = [s for e in (call.prologue, call.epilogue) if isinstance(e, Expression) for s in e.steps]
+    named = str(error).split(" ")[0]  # the primitive operator that has no row
+    for step in [s for s in steps if s.target.split(".")[1] == named]:
+        return FusionError(f"{step.line}: {step.target} cannot be fused: {error}; or call it outside")
     for step in steps:
+        if step.target == CAST and not dict(step.kwargs)["dtype"].is_floating_point:
+            continue
         refs = tuple(dict.fromkeys(arg.name for arg in step.args if isinstance(arg, Ref)))
         alone = Expression(refs, (step,), (Ref(step.name),), call.compute, is_single=True)
         kinds = [call.compute] * len(refs)

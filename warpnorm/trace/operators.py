@@ -21,7 +21,7 @@ TRITON: dict[str, str] = {
     "sub": "{0} - {1}",
     "mul": "{0} * {1}",
     "div": "ours.divide({0}, {1})",
-    "neg": "-{0}",
+    "neg": "ours.negate({0})",
     "abs": "tl.abs({0})",
     "sign": "ours.sign({0})",
     "exp": "library.exp({0})",
@@ -33,7 +33,7 @@ TRITON: dict[str, str] = {
     "log1p": "library.log1p({0})",
     "sqrt": "ours.sqrt({0})",
     "rsqrt": "ours.rsqrt({0})",
-    "reciprocal": "ours.divide(1.0, {0})",
+    "reciprocal": "ours.reciprocal({0})",
     "pow": "library.pow({0}, {1})",
     "sin": "library.sin({0})",
     "cos": "library.cos({0})",
@@ -80,7 +80,7 @@ TRITON: dict[str, str] = {
 # Where every result is rounded to 16 bits or less, these do: off by some 2^-22, and a third of the instructions
 TRITON_HALF: dict[str, str] = {
     "div": "ours.quick_divide({0}, {1})",
-    "reciprocal": "ours.quick_divide(1.0, {0})",
+    "reciprocal": "1.0 / {0}",
     "exp": "library.fast_expf({0})",
     "sigmoid": "ours.quick_sigmoid({0})",
     "erf": "ours.quick_erf({0})",

@@ -2,7 +2,7 @@
 expressions over the same operands, and with the norm they are a call like any other."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from warpnorm.errors import FusionError, OperatorError
 from warpnorm.norms import Norm
-from warpnorm.problem import NUMBER, Axes, Call, Literal, operand_name
+from warpnorm.problem import NUMBER, Axes, Call, Literal, compute_dtype, operand_name
 from warpnorm.space import Gradients
 from warpnorm.trace import capture, differentiate
 from warpnorm.trace.expression import CAST, DROPOUT, Constant, Expression, Ref, Step
@@ -63,7 +63,6 @@ class Captured:
     tree: Any
     symbols: Mapping[Any, tuple[int, int]]
     guards: tuple[Any, ...]
-    norm_line: str
     names: tuple[str, ...]
     shapes: tuple[Any, ...] = ()  # the only ones that it serves, where no symbols could stand for them
 
@@ -164,9 +163,7 @@ def _cut(
     _check_operators(call, [source.fake.dtype for source in builder.sources])
     inputs = tuple(Input(source.index, source.moves) for source in builder.sources)
     shown = tuple(names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
-    return Captured(
-        call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), norm.line, shown
-    )
+    return Captured(call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown)
 
 
 def _place(function: Any) -> str:
@@ -198,18 +195,7 @@ class _Builder:
 
     def compute_dtype(self, values: Sequence[Recorded]) -> torch.dtype:
         """float64 if anything that the results depend on is."""
-        seen: set[int] = set()
-        todo: list[Any] = list(values)
-        while todo:
-            value = todo.pop()
-            if id(value) in seen or not isinstance(value, Source | Result):
-                continue
-            seen.add(id(value))
-            if value.fake.dtype == torch.float64:
-                return torch.float64
-            if isinstance(value, Result):
-                todo += [*value.args, *(arg for _, arg in value.kwargs)]
-        return torch.float32
+        return compute_dtype([v.fake.dtype for value in values for v in _reached(value, lambda _: True)])
 
     def _steps(self, roots: Sequence[Recorded], leaves: Mapping[int, Ref]) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
         steps: list[Step] = []
@@ -265,11 +251,25 @@ def _renamed(
 
 def _is_differentiable(value: Any) -> bool:
     """Whether a gradient would reach an input: not through detach(), nor through integers and booleans."""
-    if isinstance(value, Source):
-        return value.fake.is_floating_point()
-    if not isinstance(value, Result) or value.target == "aten.detach.default" or not value.fake.is_floating_point():
-        return False
-    return any(_is_differentiable(arg) for arg in (*value.args, *(arg for _, arg in value.kwargs)))
+    return any(isinstance(v, Source) for v in _reached(value, lambda v: v.fake.is_floating_point() and not _ends(v)))
+
+
+def _ends(value: Source | Result) -> bool:
+    return isinstance(value, Result) and value.target == "aten.detach.default"
+
+
+def _reached(value: Any, passes: Callable[[Any], bool]) -> Iterator[Source | Result]:
+    """What a value depends on, itself too, each once; not by way of anything that does not pass."""
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or not isinstance(value, Source | Result) or not passes(value):
+            continue
+        seen.add(id(value))
+        yield value
+        if isinstance(value, Result):
+            todo += [*value.args, *(arg for _, arg in value.kwargs)]
 
 
 def _axes(fake: torch.Tensor, space: torch.Tensor) -> tuple[bool, ...]:
@@ -294,7 +294,7 @@ def _check_operators(call: Call, dtypes: Sequence[torch.dtype]) -> None:
     try:
         capture.forward_graphs(call.prologue, call.epilogue, own, call.compute)
     except OperatorError as error:
-        raise _at_fault(call, own, error) from None
+        raise _at_fault(call, error) from None
 
 
 def check_gradients(captured: Captured, dtypes: Sequence[torch.dtype], wanted: tuple[int, ...]) -> None:
@@ -307,10 +307,10 @@ def check_gradients(captured: Captured, dtypes: Sequence[torch.dtype], wanted: t
     try:
         differentiate.backward_graphs(call.prologue, call.epilogue, own, call.compute, gradients)
     except (OperatorError, RuntimeError) as error:
-        raise _at_fault(call, own, error) from None
+        raise _at_fault(call, error) from None
 
 
-def _at_fault(call: Call, dtypes: Sequence[torch.dtype], error: Exception) -> FusionError:
+def _at_fault(call: Call, error: Exception) -> FusionError:
     """Which of the user's operators it is: the first that cannot be traced by itself, or differentiated."""
     steps = [s for e in (call.prologue, call.epilogue) if isinstance(e, Expression) for s in e.steps]
     named = str(error).split(" ")[0]  # the primitive operator that has no row

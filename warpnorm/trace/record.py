@@ -141,7 +141,9 @@ class Recorder(TorchDispatchMode):
             self.values[fake] = Source(i, (), fake)
         self.norm: NormCall | None = None
         self.dropouts = 0
-        self._moved: dict[tuple[int, Move], Recorded] = {}
+        self._moved: dict[
+            tuple[int, str], tuple[Result, Result]
+        ] = {}  # with what was moved, so that its id stays its own
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -323,18 +325,12 @@ class Recorder(TorchDispatchMode):
             )
         if value.target == DROPOUT:
             raise refuse(_name(move.target), "it changes the shape of what dropout gave", "reshape before the dropout")
-        key = (id(value), move)
-        try:
-            found = self._moved.get(key)
-        except TypeError:  # a symbol among the arguments
-            found, key = None, None  # type: ignore[assignment]
-        if found is None:
+        key = (id(value), str(move))
+        if key not in self._moved:
             args = tuple(self._moved_argument(arg, value.fake, move) for arg in value.args)
             kwargs = tuple((k, self._moved_argument(arg, value.fake, move)) for k, arg in value.kwargs)
-            found = Result(value.target, args, kwargs, result, value.line, False)
-            if key is not None:
-                self._moved[key] = found
-        return found
+            self._moved[key] = value, Result(value.target, args, kwargs, result, value.line, False)
+        return self._moved[key][1]
 
     def _moved_argument(self, arg: Any, like: torch.Tensor, move: Move) -> Any:
         if not isinstance(arg, Source | Result):

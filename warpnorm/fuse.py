@@ -9,6 +9,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from warpnorm.trace import environment, fusion, handlers
 
 LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
 MANY_CAPTURES = 32
+LARGEST_GROUPS = 65535  # programs along the last axis of a grid, where `column_sum` has the groups of rows
 NOTHING: Any = object()
 HANDLERS = handlers.TORCH | {functional.layer_norm: handlers.layer_norm, functional.rms_norm: handlers.rms_norm}
 NORMS = {norm.name: norm for norm in norms.ALL}
@@ -197,7 +199,7 @@ def fuse(function: Callable[..., Any]) -> Fused:
 
 def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, list[torch.Tensor | float]]:
     """The call and its operands, but for what is drawn: the user's tensors, seen through the function's views. Gradients can
-    be summed for one way of grouping rows; an operand that needs another is expanded, and PyTorch sums its gradient."""
+    be summed for one way of grouping rows, into not too many groups; another operand is expanded, and PyTorch sums."""
     call = prepared.captured.call
     device = leader(tensors).device
     operands: list[Any] = [i(tensors) for i in prepared.inputs]
@@ -213,7 +215,7 @@ def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, 
         is_partial = any(cols) and not all(cols)
         if any(rows) and not all(rows) and not is_partial:
             groups = groups or rows
-            is_partial = rows != groups
+            is_partial = rows != groups or prod(operand.shape[: operand.ndim - call.col_dims]) > LARGEST_GROUPS
         if is_partial:
             shape = shape or torch.broadcast_shapes(*(o.shape for o in operands))
             operands[k], axes[k] = operand.expand(shape), (True,) * len(shape)

@@ -1,6 +1,6 @@
 """THE MAP: the flow of one call. Read this first.
 
-    functional / nn  ->  trace.capture  ->  problem.describe  ->  plan.choose  ->  codegen.bind  ->  launch
+    functional / nn / fuse  ->  trace.capture  ->  space.describe  ->  plan.choose  ->  codegen.bind  ->  launch
 
 `route` decides between the kernels and PyTorch's own operators. `prepare_forward` and `prepare_backward` walk that
 line once for each exact layout of the tensors; what they return is cached, and only launches. Underneath, kernels are
@@ -107,10 +107,12 @@ def backward(
     grads = tuple(grad.resolve_neg() for grad in grad_outputs if grad is not None)
     views = tuple(View.of(tensor) for tensor in (*operands, *grads))
     launch = prepare_backward(call, views, grads[0].device, given, wanted, plan)
-    found = {i: torch.empty_like(operands[i], memory_format=torch.contiguous_format) for i in launch.problem.wanted}  # type: ignore[arg-type]
-    if found:
-        launch(operands, grads, statistics, tuple(found.values()))
-    return found
+    wanting: list[torch.Tensor] = [operands[i] for i in launch.problem.wanted]  # type: ignore[misc]
+    dtypes = [gradient.dtype for gradient in launch.problem.gradients]
+    gradients = tuple(torch.empty(o.shape, dtype=d, device=o.device) for o, d in zip(wanting, dtypes, strict=True))
+    if gradients:
+        launch(operands, grads, statistics, gradients)
+    return {i: g.to(o.dtype) for i, g, o in zip(launch.problem.wanted, gradients, wanting, strict=True)}
 
 
 def in_memory(operand: torch.Tensor | float) -> torch.Tensor | float:

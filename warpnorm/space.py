@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from warpnorm.norms import Norm
 from warpnorm.problem import (
     COLUMN,
     FULL,
@@ -63,17 +64,21 @@ def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Gra
     space = describe(views, (*call.axes, *[FULL] * len(call.outputs)), shape_of(views[:count]), call.col_dims)
     prologue, epilogue = graphs
     problem = ForwardProblem(
-        call.norm,
-        compute_dtype([call.compute, *(view.dtype for view in views)]),
-        space.cols_class,
-        space.cols_divisor,
-        space.cols == space.cols_class,
-        operands=space.operands[:count],
-        prologue=prologue,
+        *_head(call, views, space, prologue),
         epilogue=epilogue,
         outputs=space.operands[count:],
     )
     return problem, space
+
+
+def _head(
+    call: Call, views: Sequence[View], space: Space, prologue: Graph
+) -> tuple[Norm, torch.dtype, int, int, bool, tuple[Operand, ...], Graph]:
+    """What every problem begins with."""
+    compute = compute_dtype([call.compute, *(view.dtype for view in views)])
+    is_exact = space.cols == space.cols_class
+    operands = space.operands[: len(call.axes)]
+    return call.norm, compute, space.cols_class, space.cols_divisor, is_exact, operands, prologue
 
 
 class Gradients(NamedTuple):
@@ -112,13 +117,7 @@ def describe_backward(
     space = describe(views, axes, shape_of(views[:count]), call.col_dims, grouped_from=count + given)
     prologue, epilogue_vjp, prologue_vjp = graphs
     problem = BackwardProblem(
-        call.norm,
-        compute_dtype([call.compute, *(view.dtype for view in views)]),
-        space.cols_class,
-        space.cols_divisor,
-        space.cols == space.cols_class,
-        operands=space.operands[:count],
-        prologue=prologue,
+        *_head(call, views, space, prologue),
         epilogue_vjp=epilogue_vjp,
         prologue_vjp=prologue_vjp,
         grad_outputs=space.operands[count : count + given],
@@ -249,8 +248,9 @@ def power_of_two_divisor(number: int, largest: int) -> int:
 
 
 def contiguous(view: View) -> View:
-    """A new tensor of the same shape and dtype."""
+    """A new tensor of the same shape and dtype. Of an 8-bit float it is float32: PyTorch rounds it."""
     strides = [1]
     for size in reversed(view.shape[1:]):
         strides.append(strides[-1] * max(size, 1))
-    return View(view.shape, tuple(reversed(strides))[: len(view.shape)], view.dtype, True)
+    dtype = torch.float32 if view.dtype.is_floating_point and view.dtype.itemsize == 1 else view.dtype
+    return View(view.shape, tuple(reversed(strides))[: len(view.shape)], dtype, True)

@@ -1,6 +1,7 @@
 """Contract: a fused function computes what the plain one does, values and gradients, whatever the broadcasting, the
 strides, the dtypes and the plan, and where it writes in place. How it behaves is in fuse_behaviour_contract.py."""
 
+import sys
 from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
@@ -343,6 +344,36 @@ def test_fused_float8_inputs(dtype: torch.dtype, device: str) -> None:
     check_fused(
         warpnorm.fuse(dequantized), dequantized, lambda seed: [codes, drawn((15, 1), seed, torch.float32, device)]
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_fused_gradients_of_float8_operands(dtype: torch.dtype, device: str) -> None:
+    """Of one that is summed over rows, and of one that is written where it lies."""
+
+    def dequantized(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return layer(x.float()) * weight.float()
+
+    leaves = [
+        drawn(shape, k, torch.float32, device).to(dtype).requires_grad_() for k, shape in enumerate(((4, 16), (16,)))
+    ]
+    grad = drawn((4, 16), 2, torch.float32, device)
+    found = torch.autograd.grad(warpnorm.fuse(dequantized)(*leaves), leaves, grad)
+    wanted = torch.autograd.grad(dequantized(*leaves), leaves, grad)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.dtype == dtype
+        # of two results within some float32 roundings of each other, one may be rounded up and the other down
+        step = torch.finfo(dtype).eps * theirs.float().abs() + torch.finfo(dtype).smallest_normal
+        assert ((mine.float() - theirs.float()).abs() <= step).all()
+
+
+def test_fused_more_groups_than_a_grid_has(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Their gradient is then summed by PyTorch."""
+    monkeypatch.setattr(sys.modules["warpnorm.fuse"], "LARGEST_GROUPS", 3)
+    check(modulated, [(4, 3, COLS), (4, 1, COLS)], device)
+    x, a = (drawn(shape, 0, torch.float32, device).requires_grad_() for shape in ((4, 3, COLS), (4, 1, COLS)))
+    explained = warpnorm.explain(modulated, x, a)
+    assert explained.backward is not None
+    assert {gradient.axes for gradient in explained.backward.problem.gradients} == {"full"}
 
 
 # Writing in place, and no gradients

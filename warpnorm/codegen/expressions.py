@@ -31,7 +31,6 @@ TYPES = {
     torch.int64: "tl.int64",
 }
 FLOAT8 = {torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
-DTYPES = (*TYPES, *FLOAT8)  # that a tensor may have
 
 
 def as_compute(value: str, dtype: torch.dtype, compute: torch.dtype) -> str:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from warpnorm.codegen.bind import BoundKernel
+from warpnorm.codegen.expressions import FLOAT8
 from warpnorm.plan import grid
 from warpnorm.plan.plan import Plan
 from warpnorm.problem import ForwardProblem
 from warpnorm.space import Space
-
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,12 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     warps = min(max(2, cols * _words(problem) // 1024) * (2 if live > 5 * _words(problem) else 1), 32)
     is_alone = len(problem.tiles) == 1
     if _itemsize(problem) <= 2 and cols == 16384 and is_alone != problem.norm.is_centered:
-        warps = 8  # RMSNorm 97, and 90 with 16 in a pipeline; silu(x) * r -> LayerNorm 88 and 87; LayerNorm 90 and 92
+        warps = 8  # RMSNorm 97, and 92 with 16 in a pipeline; silu(x) * r -> LayerNorm 88 and 87; LayerNorm 90 and 92
     if _itemsize(problem) <= 2 and cols == 2048 and not is_alone:
         warps = 4  # silu(x) * r -> LayerNorm 100, and 90 with 2 in a pipeline
     # The reductions of a centred norm leave a lone program idle: keep the next rows in flight. LayerNorm at 8192: 89, and
-    # 84 with one program a row, at 4096: 91 and 91, at 2048: 92 and 94; silu(x) * r -> LayerNorm at 4096: 97 and 89. Other
-    # norms are not faster for it (RMSNorm at 8192: 91 and 96), nor is fp32 with half of the arithmetic for a byte
+    # less than 82 with one program a row, at 4096: 91 and 91, at 2048: 92 and 94; silu(x) * r -> LayerNorm at 4096: 97
+    # and 89. Other norms are not faster for it (RMSNorm at 8192: 91 and 96), nor is fp32 with half the arithmetic a byte
     if _itemsize(problem) > 2 or not problem.norm.is_centered or cols < 4096:
         return Plan(ROW, 1, cols, warps, why="a program for each row: its loads are enough to hide their latency")
     row_bytes = _loaded_bytes(problem.operands, cols)

@@ -17,7 +17,7 @@ from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, leader
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import LONG_ROW, ROW, Plan
+from warpnorm.plan.plan import LONG_ROW, Plan
 from warpnorm.problem import NUMBER, TILES, BackwardProblem, ForwardProblem, Operand, View, operand_name
 from warpnorm.space import Space
 
@@ -203,7 +203,7 @@ def _backward(
     written = sum(_bytes([views[i]], [problem.operands[i]]) for i in problem.wanted)
     tiles = _bytes(views, problem.operands, TILES) + _bytes(grads, problem.grad_outputs)
     has_sums = plan.pattern == LONG_ROW and problem.needs_grad_xhat
-    times = 2 if has_sums else plan.splits if plan.pattern == ROW else 1
+    times = 2 if has_sums else 1
     statistics = len(problem.norm.statistics) * space.rows * problem.compute.itemsize * (1 + 2 * has_sums)
     sums = [grid.partial_sum(plan, space, problem.gradients[i].axes) for i in problem.reduced]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize
@@ -228,7 +228,7 @@ def _backward(
 
 
 def _kernel_name(plan: Plan) -> str:
-    return "long_row_backward_kernel" if plan.pattern == LONG_ROW else "row_backward_kernel"
+    return f"{plan.pattern}_backward_kernel"
 
 
 def _bytes(views: Sequence[View], operands: Sequence[Operand], axes: Sequence[str] | None = None) -> int:

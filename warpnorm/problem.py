@@ -256,6 +256,11 @@ class BackwardProblem(Problem):
         return tuple(i for i, gradient in enumerate(self.gradients) if gradient.axes != FULL)
 
     @property
+    def has_groups(self) -> bool:
+        """Whether some gradient has a value for each group of rows."""
+        return any(gradient.axes in (GROUP, GROUP_SCALAR) for gradient in self.gradients)
+
+    @property
     def accumulated(self) -> tuple[int, ...]:
         """Which of `gradients` are sums over rows, accumulated in registers."""
         return tuple(i for i in self.reduced if self.gradients[i].axes != ROW)

@@ -1,4 +1,4 @@
-"""How many kernels a call runs: one forward; backward one and the small sum, two and the sum for the longest rows."""
+"""How many kernels a call runs: one forward; backward one and the small sum."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,14 +24,14 @@ def launched(function) -> list[str]:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize(("cols", "backward"), [(1024, 2), (16_384, 2), (65_536, 3)])
-def test_launches(cols: int, backward: int, device: str) -> None:
+@pytest.mark.parametrize("cols", [1024, 16_384, 65_536])
+def test_launches(cols: int, device: str) -> None:
     leaves = [o.requires_grad_() for o in operands_for(LAYER_NORM, torch.randn(64, cols, device=device).bfloat16(), 1)]
     output = ours(LAYER_NORM, 1, *leaves)
     grad = torch.randn_like(output)
     assert len(launched(lambda: ours(LAYER_NORM, 1, *leaves))) == 1
     names = launched(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True))
-    assert len(names) == backward, names
+    assert len(names) == 2, names
 
 
 def gated(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
@@ -48,7 +48,7 @@ def modulated(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, bias: torc
 
 
 @pytest.mark.unpoisoned
-@pytest.mark.parametrize("cols", [1024, 4096, 8192])
+@pytest.mark.parametrize("cols", [1024, 4096, 8192, 16_384, 65_536])
 @pytest.mark.parametrize("function", [gated, residual, modulated], ids=lambda f: f.__name__)
 def test_launches_of_fused_functions(function: Callable[..., Any], cols: int, device: str) -> None:
     shapes = ((4, 16, cols), (4, 1 if function is modulated else 16, cols), (cols,), (cols,))

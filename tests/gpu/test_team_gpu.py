@@ -3,11 +3,14 @@ tested here alone: every size of a team, launch after launch, on two streams at 
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import warpnorm
 from kernel_contracts.running import NORMS, call_for, check_accuracy, gradient_for, operands_for, run_planned
 from warpnorm import pipeline
 from warpnorm.norms import RMS_NORM, Norm
 from warpnorm.plan.plan import TEAM, Plan
+from warpnorm.problem import View
 
 PLANS = (
     Plan(TEAM, 1, 128, 2, programs=8, splits=2),
@@ -15,6 +18,8 @@ PLANS = (
     Plan(TEAM, 1, 64, 1, programs=5, splits=4, stages=2),
     Plan(TEAM, 1, 32, 1, programs=4, splits=8, stages=3),
     Plan(TEAM, 1, 16, 1, programs=2, splits=16),
+    Plan(TEAM, 1, 32, 1, programs=3, splits=2, chunks=4, stages=3),
+    Plan(TEAM, 1, 16, 1, programs=4, splits=8, chunks=2, stages=2),
 )
 
 
@@ -80,14 +85,44 @@ def test_replayed_graphs(device: str) -> None:
             assert all(result[i].equal(expected[i]) for i in (0, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 @pytest.mark.parametrize("cols", [16_384, 32_768, 65_536, 262_144])
-def test_widths_that_choose_a_team(cols: int, device: str) -> None:
-    input = torch.randn(300, cols, device=device).bfloat16()
-    operands = operands_for(RMS_NORM, input, 1)
-    call = call_for(RMS_NORM, 1, *operands)
-    grad = gradient_for(input)
-    from warpnorm.problem import View
+def test_widths_that_choose_a_team(cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
+    input = torch.randn(300, cols, device=device).to(dtype)
+    operands = operands_for(norm, input, 1)
+    call = call_for(norm, 1, *operands)
+    views = tuple(View.of(t) for t in (*operands, gradient_for(input)))
+    wanted = tuple(range(len(operands)))
+    assert pipeline.prepare_backward(call, views, input.device, (0,), wanted, None).plan.pattern == TEAM
+    check_accuracy(norm, 1, lambda seed: torch.randn(30, cols, device=device).to(dtype))
 
-    views = tuple(View.of(t) for t in (*operands, grad))
-    assert pipeline.prepare_backward(call, views, input.device, (0,), (0, 1), None).plan.pattern == TEAM
-    check_accuracy(RMS_NORM, 1, lambda seed: torch.randn(30, cols, device=device).bfloat16())
+
+def test_a_formula_in_chunks(device: str) -> None:
+    def block(x: torch.Tensor, r: torch.Tensor, gain: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(F.silu(x) * r * gain, x.shape[-1:], w)
+
+    shapes = ((70, 16_384), (70, 16_384), (70, 1), (16_384,))
+    operands = [torch.randn(shape, device=device).bfloat16().requires_grad_() for shape in shapes]
+    wide = [o.detach().double().requires_grad_() for o in operands]
+    grad = gradient_for(operands[0].detach())
+    output, expected = warpnorm.fuse(block)(*operands), block(*wide)
+    output.backward(grad)
+    expected.backward(grad.double())
+    for found, truth in zip((output, *(o.grad for o in operands)), (expected, *(o.grad for o in wide)), strict=True):
+        assert (found.double() - truth).norm() <= 4e-3 * truth.norm()
+
+
+def test_more_groups_than_teams(device: str) -> None:
+    """One gradient for each of more samples than there are teams at the same time."""
+
+    def adaptive(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:]) * (1 + scale)
+
+    x = torch.randn(300, 2, 16_384, device=device, requires_grad=True)
+    scale = torch.randn(300, 1, 16_384, device=device, requires_grad=True)
+    grad = torch.randn(300, 2, 16_384, device=device)
+    found = torch.autograd.grad(warpnorm.fuse(adaptive)(x, scale), (x, scale), grad)
+    expected = torch.autograd.grad(adaptive(x, scale), (x, scale), grad)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

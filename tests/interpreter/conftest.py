@@ -1,6 +1,7 @@
 """Every kernel on the CPU, by Triton's interpreter: run with TRITON_INTERPRET=1, which must be set before Triton is
 imported. Memory is poisoned with NaN, and the kernels are forced."""
 
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -64,6 +65,7 @@ def patch_the_language_once() -> None:
     if not hasattr(interpreter, "_LangPatchScope"):
         return
     done: set[frozenset[int]] = set()
+    one_at_a_time = threading.Lock()
     patch, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
 
     def patch_once(function):  # type: ignore[no-untyped-def]
@@ -74,7 +76,8 @@ def patch_the_language_once() -> None:
         return patch(function)
 
     def launch(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        done.clear()
-        return run(self, *args, **kwargs)
+        with one_at_a_time:  # what one launch replaces, another would put back
+            done.clear()
+            return run(self, *args, **kwargs)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launch

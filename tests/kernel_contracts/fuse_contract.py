@@ -16,7 +16,7 @@ from cases import CASES, DTYPES, Case
 from kernel_contracts.fuse_operators_contract import Found, check_fused, grads_for
 from warpnorm import pipeline
 from warpnorm.fuse import NOTHING, Fused, arrange
-from warpnorm.plan.plan import LONG_ROW, ROW, Plan
+from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
 
 COLS = 24
 LONG = 9000
@@ -92,7 +92,7 @@ def test_fused_long_rows_are_walked(device: str) -> None:
     x, a = (drawn(shape, 0, torch.float32, device).requires_grad_() for shape in ((2, 2, LONG), (LONG,)))
     explained = warpnorm.explain(modulated, x, a)
     assert explained.backward is not None
-    assert (explained.forward.plan.pattern, explained.backward.plan.pattern) == (LONG_ROW, LONG_ROW)
+    assert (explained.forward.plan.pattern, explained.backward.plan.pattern) == (LONG_ROW, TEAM)
 
 
 def every_spread(x: torch.Tensor, *others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,7 +127,6 @@ FORWARD_PLANS = (
 BACKWARD_PLANS = (
     Plan(ROW, 1, 32, 1, programs=3),
     Plan(ROW, 4, 32, 2, programs=64),
-    Plan(ROW, 2, 16, 1, programs=4, splits=2),
     Plan(LONG_ROW, 1, 16, 1, programs=16),
 )
 

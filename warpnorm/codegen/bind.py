@@ -18,6 +18,7 @@ from warpnorm.codegen import cache, pointwise
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
+from warpnorm.kernels.team import team_backward_kernel
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
@@ -149,11 +150,13 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
     }
     geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + problem.gradients, True)}
     constants |= {"BLOCK_COLS": plan.block_cols, "IS_EXACT": _is_exact(problem, plan), "STAGES": plan.stages}
-    if plan.pattern != LONG_ROW:
+    if plan.pattern == TEAM:
+        constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
+        mailbox = {"mailbox": Argument("*i64", ALIGNED)}
+        return BoundKernel(team_backward_kernel, arguments | mailbox | geometry, constants, plan, device)
+    if plan.pattern == ROW:
         constants |= _functions(cache.load(pointwise.backward_source(problem)), "hold")
-        constants |= {"BLOCK_ROWS": plan.block_rows, "SPLITS": plan.splits, "IS_TEAM": plan.pattern == TEAM}
-        constants["RECOMPUTES"] = plan.recomputes and device.backend == "cuda"
-        geometry = {"mailbox": Argument("*i64", ALIGNED), **geometry}
+        constants |= {"BLOCK_ROWS": plan.block_rows, "RECOMPUTES": plan.recomputes and device.backend == "cuda"}
         # The gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
         is_fused = problem.cols_class > 1
         return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device, is_fused)
@@ -215,7 +218,7 @@ def _column_sum(
 
 def _is_exact(problem: Problem, plan: Plan) -> bool:
     """Whether the blocks of columns together are as wide as a row."""
-    covered = plan.block_cols * plan.splits
+    covered = plan.block_cols * plan.chunks * plan.splits
     return problem.is_exact and (
         covered == problem.cols_class if plan.pattern != LONG_ROW else covered <= problem.cols_class
     )

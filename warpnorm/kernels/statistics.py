@@ -107,8 +107,17 @@ def end_walk(state, lanes, cols, eps, IS_CENTERED: tl.constexpr, BLOCK_COLS: tl.
 
 
 @triton.jit
+def terms(grad_xhat, xhat, IS_CENTERED: tl.constexpr):
+    """What must be summed over a row before its gradient is known."""
+    if IS_CENTERED:
+        return grad_xhat * xhat, grad_xhat
+    else:
+        return (grad_xhat * xhat,)
+
+
+@triton.jit
 def add_terms(state, grad_xhat, xhat, IS_CENTERED: tl.constexpr):
-    """Add to every lane what must be summed over a row before its gradient is known."""
+    """The same, added to every lane of a walk."""
     if IS_CENTERED:
         return state[0] + grad_xhat * xhat, state[1] + grad_xhat
     else:

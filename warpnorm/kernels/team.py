@@ -1,28 +1,34 @@
-"""Access pattern `team`: a row is shared by SPLITS programs that run at the same time, each with BLOCK_COLS of its columns
-in registers. They exchange the sums over their columns through global memory, so every element is read once. The loop over
-rows is that of `row.py`; here is the exchange.
+"""Access pattern `team`: a row is shared by SPLITS programs that run at the same time, each with CHUNKS blocks of its
+columns. They exchange the sums over their columns through global memory. Backward programs are persistent, as in `row.py`,
+and have two rows at hand: a program sends its sums of one, and while they travel it finishes the row before, which it loads
+once more, from L2: in registers are the sums over rows and one chunk.
 
-A message is one 64-bit word: a sum, and another whose last two bits are the number of the exchange, counted round to four.
-It arrives at once: whoever finds the number has the sums. Two boxes take turns, so that the number before in the same box
-is off by two: a program writes into a box again only after it has read the other box of everybody, who had then read this
-one. Numbers go on from launch to launch, and nothing has to be cleared."""
+A message is one 64-bit word: a sum, and another whose last two bits say in which round it was sent, counted to four. It
+arrives at once: whoever finds the round has the sums. Four boxes take turns and make a round: who sends its message number
+n has the number n - 2 of everybody, who had then sent it and so had read the number n - 4, whose box this is. Numbers go on
+from launch to launch, and nothing has to be cleared."""
 
 import triton
 import triton.language as tl
 
-# Waits for the word at $2 to carry the number $3, and gives its two halves. Every thread waits for itself: a second read,
+from warpnorm.kernels.masks import column_mask, rows_mask
+from warpnorm.kernels.statistics import add_terms, gradient, load_statistics, normalize, start_walk, sum_terms
+
+BOXES = tl.constexpr(4)
+
+# Waits for the word at $2 to carry the round $3, and gives its two halves. Every thread waits for itself: a second read,
 # once another thread had seen the word arrive, would take as long as the wait. The word is sent by an atomic operation: an
 # ordinary store is overtaken by those reads (RMSNorm backward, 16384 columns: 82 % of copy speed, 51 with a store).
 RECEIVE = tl.constexpr(
     """{
     .reg .pred is_other;
     .reg .b64 word;
-    .reg .b32 low, high, number;
+    .reg .b32 low, high, round;
     again:
     ld.relaxed.gpu.global.b64 word, [$2];
     mov.b64 {low, high}, word;
-    and.b32 number, high, 3;
-    setp.ne.b32 is_other, number, $3;
+    and.b32 round, high, 3;
+    setp.ne.b32 is_other, round, $3;
     @is_other bra again;
     mov.b32 $0, low;
     mov.b32 $1, high;
@@ -31,28 +37,41 @@ RECEIVE = tl.constexpr(
 
 
 @triton.jit
-def last_exchange(mailbox, SPLITS: tl.constexpr):
-    """The number of the last exchange that this program took part in: of its words in the two boxes, the later one."""
-    own = tl.program_id(0) * 2 * SPLITS + tl.program_id(1)
+def last_message(mailbox, SPLITS: tl.constexpr):
+    """The number of the last message that this program sent: the boxes up to it are of the round of the first."""
+    own = tl.program_id(0) * BOXES * SPLITS + tl.program_id(1)
     first = (tl.load(mailbox + own) >> 32).to(tl.int32) & 3
-    second = (tl.load(mailbox + own + SPLITS) >> 32).to(tl.int32) & 3
-    return tl.where(((second - first) & 3) == 1, second, first)
+    number = first * BOXES
+    for box in tl.static_range(1, BOXES):
+        number += (((tl.load(mailbox + own + box * SPLITS) >> 32).to(tl.int32) & 3) == first).to(tl.int32)
+    return number
 
 
 @triton.jit
-def exchange(sums, mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
-    """The sums over the team of each program's sums, (1,), added in the same order by all."""
-    number = number & 3
-    box = mailbox + (tl.program_id(0) * 2 + (number & 1)) * SPLITS
+def box_of(mailbox, number, SPLITS: tl.constexpr):
+    return mailbox + (tl.program_id(0) * BOXES + (number % BOXES)) * SPLITS
+
+
+@triton.jit
+def send(sums, mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
+    """This program's sums, (1,), to the others and to itself."""
+    round = (number // BOXES) & 3
     low = sums[0].to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     if IS_CENTERED:
-        high = ((sums[1].to(tl.int32, bitcast=True) & -4) | number).to(tl.int64)
+        high = ((sums[1].to(tl.int32, bitcast=True) & -4) | round).to(tl.int64)
     else:
-        high = tl.zeros((1,), tl.int64) + number
+        high = tl.zeros((1,), tl.int64) + round
+    box = box_of(mailbox, number, SPLITS)
     tl.atomic_xchg(box + tl.program_id(1) + tl.arange(0, 1), (high << 32) | low, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
+    """The sums over the team, added in the same order by all."""
     members = tl.arange(0, SPLITS)
     first, second = tl.inline_asm_elementwise(
-        RECEIVE, "=r,=r,l,r", [(box + members).to(tl.int64), members * 0 + number],
+        RECEIVE, "=r,=r,l,r",
+        [(box_of(mailbox, number, SPLITS) + members).to(tl.int64), members * 0 + ((number // BOXES) & 3)],
         dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
     total = tl.zeros((1,), tl.float32) + tl.sum(first.to(tl.float32, bitcast=True), 0)
@@ -60,3 +79,141 @@ def exchange(sums, mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.conste
         return total, tl.zeros((1,), tl.float32) + tl.sum((second & -4).to(tl.float32, bitcast=True), 0)
     else:
         return (total,)
+
+
+@triton.jit
+def chunk_columns(chunk, cols, IS_EXACT: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Offsets and mask of one chunk of this program's columns."""
+    col_offsets = (tl.program_id(1) * CHUNKS + chunk) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    return col_offsets, column_mask(col_offsets, cols, IS_EXACT)
+
+
+@triton.jit
+def begin_row(
+    row, operands, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
+    LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr,
+    IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Loads a row and sends its sums."""
+    row_offsets = row + tl.arange(0, 1)
+    row_mask = rows_mask(row_offsets, rows)
+    numbers = ROW_NUMBERS(row_offsets, sizes, rows)
+    statistics = load_statistics(statistic_ptrs, numbers, row_mask, IS_CENTERED)
+    state = start_walk(tl.zeros((1, BLOCK_COLS), COMPUTE), IS_CENTERED)
+    for chunk in tl.static_range(CHUNKS):
+        col_offsets, col_mask = chunk_columns(chunk, cols, IS_EXACT, CHUNKS, BLOCK_COLS)
+        mask = row_mask[:, None] & col_mask[None, :]
+        place = (numbers, col_offsets, cols, mask)
+        values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
+        c = PROLOGUE(values, columns[chunk], place)
+        xhat = tl.where(mask, normalize(c, statistics, IS_CENTERED), 0.0)
+        grad_xhat = EPILOGUE_VJP(xhat, c, values, columns[chunk], place)[0]
+        state = add_terms(state, grad_xhat, xhat, IS_CENTERED)
+    send(sum_terms(state, IS_CENTERED), mailbox, number, SPLITS, IS_CENTERED)
+    return statistics
+
+
+@triton.jit
+def finish_row(
+    row, statistics, accumulators, operands, gradients, partials, columns, mailbox, number, strides, sizes, rows, cols,
+    LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr,
+    PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    IS_CENTERED: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Receives the sums of a row and writes its gradients."""
+    row_offsets = row + tl.arange(0, 1)
+    row_mask = rows_mask(row_offsets, rows)
+    numbers = ROW_NUMBERS(row_offsets, sizes, rows)
+    sums = receive(mailbox, number, SPLITS, IS_CENTERED)
+    added = ()
+    for chunk in tl.static_range(CHUNKS):
+        col_offsets, col_mask = chunk_columns(chunk, cols, IS_EXACT, CHUNKS, BLOCK_COLS)
+        mask = row_mask[:, None] & col_mask[None, :]
+        place = (numbers, col_offsets, cols, mask)
+        values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
+        c = PROLOGUE(values, columns[chunk], place)
+        xhat = tl.where(mask, normalize(c, statistics, IS_CENTERED), 0.0)
+        from_epilogue = EPILOGUE_VJP(xhat, c, values, columns[chunk], place)
+        grad_c = gradient(from_epilogue[0], xhat, sums, statistics, cols, IS_CENTERED)
+        results = PROLOGUE_VJP(grad_c, from_epilogue, values, columns[chunk], place)
+        STORE(gradients, results, strides, sizes, row_offsets, col_offsets, mask)
+        part = tl.program_id(1) * CHUNKS + chunk
+        STORE_ROW_SUMS(partials, results, strides, sizes, row_offsets, row_mask, mask, part, rows)
+        added += (ACCUMULATE(accumulators[chunk], results, mask),)
+    return added
+
+
+@triton.jit
+def walk_share(
+    share, shares, group_rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides, sizes,
+    rows, cols,
+    LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr,
+    PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr,
+    STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The share of one team in the rows of a group; returns the number of its next message."""
+    row = (share // shares) * group_rows + share % shares
+    end = (share // shares + 1) * group_rows
+    accumulators = ((tl.zeros((1, BLOCK_COLS), COMPUTE),) * ACCUMULATORS,) * CHUNKS
+    statistics = begin_row(
+        row, operands, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
+        LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+    )  # fmt: skip
+    for next_row in tl.range(row + shares, end, shares, num_stages=STAGES):
+        next_statistics = begin_row(
+            next_row, operands, columns, mailbox, number + 1, statistic_ptrs, strides, sizes, rows, cols,
+            LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        )  # fmt: skip
+        accumulators = finish_row(
+            next_row - shares, statistics, accumulators, operands, gradients, partials, columns, mailbox, number, strides,
+            sizes, rows, cols,
+            LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, IS_CENTERED,
+            BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        )  # fmt: skip
+        number, statistics = number + 1, next_statistics
+    row += (end - 1 - row) // shares * shares  # not carried through the loop, whose loads would not be pipelined then
+    accumulators = finish_row(
+        row, statistics, accumulators, operands, gradients, partials, columns, mailbox, number, strides, sizes, rows, cols,
+        LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, IS_CENTERED,
+        BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+    )  # fmt: skip
+    for chunk in tl.static_range(CHUNKS):
+        col_offsets, col_mask = chunk_columns(chunk, cols, IS_EXACT, CHUNKS, BLOCK_COLS)
+        slot = (share * SPLITS + tl.program_id(1)) * CHUNKS + chunk
+        STORE_PARTIALS(partials, accumulators[chunk], share, slot, col_offsets, col_mask, cols)
+    return number + 1
+
+
+@triton.jit
+def team_backward_kernel(
+    operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
+    EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
+    ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, HAS_GROUPS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    columns = ()
+    for chunk in tl.static_range(CHUNKS):
+        col_offsets, col_mask = chunk_columns(chunk, cols, IS_EXACT, CHUNKS, BLOCK_COLS)
+        columns += (LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask),)
+    number = last_message(mailbox, SPLITS) + 1
+    if HAS_GROUPS:  # which may be more than there are teams: each takes several
+        shares = tl.maximum(programs // groups, 1)  # teams that share the rows of a group
+        for share in tl.range(program, groups * shares, programs):
+            number = walk_share(
+                share, shares, rows // groups, number, operands, columns, gradients, partials, mailbox, statistic_ptrs,
+                strides, sizes, rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
+                STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT,
+                SPLITS, STAGES,
+            )  # fmt: skip
+    else:
+        walk_share(
+            program, programs, rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides, sizes,
+            rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
+            STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS, STAGES,
+        )  # fmt: skip

@@ -3,12 +3,12 @@ over rows leave one partial row for each program, which `column_sum` adds up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
 from warpnorm.codegen.bind import BoundKernel
+from warpnorm.kernels.team import BOXES
 from warpnorm.launch.forward import in_bits, on_device
 from warpnorm.plan import grid
 from warpnorm.plan.plan import LONG_ROW, TEAM, Plan
@@ -44,18 +44,16 @@ class BackwardLaunch:
         partials = tuple(torch.empty(s.numel, dtype=problem.compute, device=device) for s in sums)
         before = (space.strides, space.sizes, space.rows)
         with on_device(gradients[0]):
-            if self.plan.pattern != LONG_ROW:
-                box = self._mailbox(device)
-                self.kernel.launch(
-                    programs, read, written, partials, box, statistics, *before, space.groups, space.cols
-                )
-            else:
-                terms = tuple(torch.empty_like(statistic) for statistic in statistics)
+            shared: tuple[Any, ...] = ()  # what the programs of one row need from each other
+            if self.plan.pattern == TEAM:
+                shared = (self._mailbox(device),)
+            elif self.plan.pattern == LONG_ROW:
+                shared = (tuple(torch.empty_like(statistic) for statistic in statistics),)
                 if self.sums_kernel is not None:
-                    self.sums_kernel.launch((space.rows, 1), read, terms, statistics, *before, space.cols)
-                self.kernel.launch(
-                    programs, read, written, partials, terms, statistics, *before, space.groups, space.cols
-                )
+                    self.sums_kernel.launch((space.rows, 1), read, *shared, statistics, *before, space.cols)
+            self.kernel.launch(
+                programs, read, written, partials, *shared, statistics, *before, space.groups, space.cols
+            )
             if self.column_sum is not None:
                 blocks = -(-max(s.width for s in sums) // self.column_sum_plan.block_cols)
                 totals = tuple(gradients[i] for i in problem.reduced)
@@ -64,10 +62,8 @@ class BackwardLaunch:
 
     def _mailbox(self, device: torch.device) -> torch.Tensor:
         """Where the programs of a team leave their sums for each other: one for each stream, whose launches come one after
-        another, and for each kind of team, whose programs have then all taken part in equally many exchanges."""
-        if self.plan.pattern != TEAM:
-            return _no_mailbox(device)
-        words = self.plan.programs * 2 * self.plan.splits
+        another, and for each kind of team, whose programs have then all sent equally many messages."""
+        words = self.plan.programs * BOXES.value * self.plan.splits
         if torch.cuda.is_current_stream_capturing():  # the graph may be replayed beside anything
             return torch.zeros(words, dtype=torch.int64, device=device)
         stream = torch.cuda.current_stream(device).cuda_stream
@@ -79,8 +75,3 @@ class BackwardLaunch:
 
 
 _mailboxes: dict[Any, torch.Tensor] = {}
-
-
-@cache
-def _no_mailbox(device: torch.device) -> torch.Tensor:
-    return torch.zeros(2, dtype=torch.int64, device=device)

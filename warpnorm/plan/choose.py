@@ -3,7 +3,15 @@ row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 
 
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
-from warpnorm.problem import COLUMN, TILES, BackwardProblem, ForwardProblem, Operand, Problem, operand_name
+from warpnorm.problem import (
+    COLUMN,
+    TILES,
+    BackwardProblem,
+    ForwardProblem,
+    Operand,
+    Problem,
+    operand_name,
+)
 
 # Bytes of loads in flight on one multiprocessor that hide the latency of memory while a program reduces. LayerNorm
 # backward, 8192 columns: 60 % with 32 KB in flight, 94 with 64, 90 with 96.
@@ -11,9 +19,11 @@ IN_FLIGHT_BYTES = 48 * 1024
 # Bytes of one tensor, in forward, or of two, in backward, that the programs of one multiprocessor load for one stage of
 # their pipelines: as many programs share it as that leaves room for, however many tensors they load.
 STAGE_BYTES = 16 * 1024
-# Columns of one program of a team, and the most programs in one. 4096 columns for each of twice as many: RMSNorm at 16384 52
-TEAM_COLS = 8192
-LARGEST_TEAM = 32
+# Columns of one program of a team, its programs on one multiprocessor, and the most programs in one. RMSNorm backward at
+# 16384: 86; 79 with a lone program of 8192 columns, 68 with two of 2048
+TEAM_COLS = 4096
+TEAMS_A_UNIT = 2
+LARGEST_TEAM = 64
 # Shared memory left for what a reduction needs.
 SPARE_SHARED_BYTES = 4 * 1024
 
@@ -68,30 +78,27 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
         why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
         stages = _stages(device, 1, _loaded_bytes(loads, cols), IN_FLIGHT_BYTES * 3 // 2)
         return Plan(ROW, 1, cols, 8, device.units, stages=stages, recomputes=True, why=why)
-    row_bytes = _loaded_bytes(loads, cols)
-    splits = cols // TEAM_COLS
-    fits_a_team = (
-        live // max(splits, 1) <= device.registers_per_unit * 9 // 16 and 2 * row_bytes <= splits * device.shared_bytes
-    )
-    if device.backend == "cuda" and 2 <= splits <= LARGEST_TEAM and fits_a_team and _can_exchange(problem):
-        # RMSNorm at 16384: 83, and 65 where two programs read all of it; at 65536: 72, `long_row` 55; residual + RMSNorm at
-        # 16384: 62 and 46. LayerNorm, with two sums to exchange: 51 and 79, for a reason not found yet
+    many_sums = len(problem.accumulated) > 2
+    team_cols = TEAM_COLS // 2 if many_sums or _loaded_bytes(loads, 1) > 8 else TEAM_COLS
+    splits = cols // team_cols
+    # Every element is loaded twice
+    stages = min(_stages(device, TEAMS_A_UNIT, 2 * _loaded_bytes(loads, team_cols), IN_FLIGHT_BYTES * 4), 3)
+    if device.backend == "cuda" and 2 <= splits <= LARGEST_TEAM and stages > 1 and _can_exchange(problem):
+        # At 16384 and 65536: RMSNorm 86 and 85, LayerNorm 77 and 76, with a prologue to differentiate in chunks of 1024:
+        # silu(x) * r -> LayerNorm 84 and 83, in chunks of 2048 79 and 76, of 4096 40 and 41, for the want of registers
+        # fp32 at 16384: RMSNorm 92, LayerNorm 88, silu(x) * r -> LayerNorm 93, and 67 with 4096 columns for each program
+        chunks = team_cols // 1024 if kept or many_sums else 1
         why = f"{splits} programs that run at the same time share a row and exchange their sums"
-        return Plan(TEAM, 1, TEAM_COLS, 8, device.units // splits, splits=splits, stages=3, why=why)
-    # Two programs share a row, each with half of the accumulators, and read all of it. LayerNorm at 16384: 77, with 8 warps
-    # 63, `long_row` 58; with a pipeline of two stages 49, so it must have three, which fp32 has no room for
-    has_room = 2 * row_bytes + 2 * cols * _itemsize(problem) + SPARE_SHARED_BYTES <= device.shared_bytes
-    if live // 2 <= device.registers_per_unit // 2 and problem.has_vectors and has_room:
-        why = "two programs share a row: one alone has no registers for its sums over rows"
-        return Plan(ROW, 1, cols // 2, 16, device.units // 2, splits=2, stages=3, why=why)
+        teams = device.units * TEAMS_A_UNIT // splits
+        return Plan(TEAM, 1, team_cols // chunks, 4, teams, splits, chunks, stages, why=why)
     # Two launches that read everything: 60 is what the bytes allow
     why = f"a row of up to {cols} columns and {len(problem.accumulated)} sums over rows do not fit in registers"
     return Plan(LONG_ROW, 1, 1024, 4, device.units * 4, stages=_walk_stages(loads, 1024, device), why=why)
 
 
 def _can_exchange(problem: BackwardProblem) -> bool:
-    is_measured = not problem.norm.is_centered and _itemsize(problem) <= 2
-    return is_measured and problem.has_vectors and problem.compute.itemsize == 4 and problem.needs_grad_xhat
+    """Messages are two float32 numbers."""
+    return problem.needs_grad_xhat and problem.has_vectors and problem.compute.itemsize == 4
 
 
 def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...]) -> Plan:

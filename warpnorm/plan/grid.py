@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from warpnorm.plan.plan import LONG_ROW, Plan
+from warpnorm.plan.plan import LONG_ROW, TEAM, Plan
 from warpnorm.problem import COLUMN, GROUP, GROUP_SCALAR, ROW
 from warpnorm.space import Space
 
@@ -25,21 +25,25 @@ def forward(plan: Plan, space: Space) -> tuple[int, int]:
 
 
 def backward(plan: Plan, space: Space) -> tuple[int, int]:
-    """Of every group, as many programs share the rows as keep the device busy; all groups have equally many."""
+    by_rows, by_cols = _shares(plan, space)
+    if plan.pattern == LONG_ROW:
+        return by_cols, by_rows
+    return (min(by_rows, plan.programs), plan.splits) if plan.pattern == TEAM else (by_rows, 1)
+
+
+def _shares(plan: Plan, space: Space) -> tuple[int, int]:
+    """How many parts the rows come in, and the columns. Of every group, as many programs share the rows as keep the device
+    busy; all groups have equally many."""
     group_rows = space.rows // space.groups
-    if plan.pattern != LONG_ROW:
-        shares = min(max(1, plan.programs // space.groups), -(-group_rows // plan.block_rows))
-        return space.groups * shares, plan.splits
-    col_blocks = -(-space.cols // plan.block_cols)
-    shares = max(1, min(group_rows, plan.programs // col_blocks // space.groups))
-    return col_blocks, space.groups * shares
+    by_cols = -(-space.cols // plan.block_cols) if plan.pattern == LONG_ROW else plan.splits * plan.chunks
+    programs = plan.programs // by_cols if plan.pattern == LONG_ROW else plan.programs
+    return space.groups * max(1, min(programs // space.groups, -(-group_rows // plan.block_rows))), by_cols
 
 
 def partial_sum(plan: Plan, space: Space, axes: str) -> Sum:
-    """Of a gradient along `axes`. Every program that has a share of the rows leaves one for each column; of a scalar also
-    every program that has a share of the columns; of a row only the latter do."""
-    grid = backward(plan, space)
-    by_rows, by_cols = grid if plan.pattern != LONG_ROW else grid[::-1]
+    """Of a gradient along `axes`. Every part of the rows leaves one for each column; of a scalar also every part of the
+    columns; of a row only the latter do."""
+    by_rows, by_cols = _shares(plan, space)
     if axes == ROW:
         return Sum(1, by_cols, space.rows)
     groups = space.groups if axes in (GROUP, GROUP_SCALAR) else 1

@@ -10,7 +10,8 @@ TEAM = "team"
 @dataclass(frozen=True)
 class Plan:
     """`programs`: how many persistent programs share the rows; 0 is one for each block of rows.
-    `splits`: how many programs share the columns of one row (backward: in `row` each reads it whole, in a `team` its part).
+    `splits`: how many programs are a team, which shares a row.
+    `chunks`: how many blocks of columns, one after another, are one program's part of it.
     `stages`: the depth of the software pipeline of loads.
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (backward).
     `why`: what the choice followed from; it makes no difference between plans."""
@@ -21,6 +22,7 @@ class Plan:
     warps: int
     programs: int = 0
     splits: int = 1
+    chunks: int = 1
     stages: int = 1
     recomputes: bool = False
     why: str = field(default="", compare=False)

@@ -18,15 +18,16 @@ from torch.autograd import forward_ad
 from warpnorm import settings
 from warpnorm.errors import UnavailableError
 from warpnorm.launch.autograd import Normalization
-from warpnorm.plan import choose
+from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
-from warpnorm.plan.plan import Plan
+from warpnorm.plan.plan import COLUMN, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, View, compute_dtype
-from warpnorm.space import Gradients, Space, contiguous, describe_backward, describe_forward, shape_of
+from warpnorm.space import Gradients, Space, describe_backward, describe_forward, fresh, shape_of
 from warpnorm.trace import capture, differentiate
 
 if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported where it is used
     from warpnorm.launch.backward import BackwardLaunch
+    from warpnorm.launch.column import ColumnBackwardLaunch, ColumnForwardLaunch
     from warpnorm.launch.forward import ForwardLaunch
 
 Tensors = Sequence[torch.Tensor | float]
@@ -88,7 +89,7 @@ def forward(
     views = tuple(View.of(operand) for operand in operands)
     device = device_of(operands)
     shape = shape_of(views)
-    outputs = (out,) if out is not None else tuple(torch.empty(shape, dtype=d, device=device) for d in call.outputs)
+    outputs = (out,) if out is not None else tuple(empty_output(call, operands, shape, d, device) for d in call.outputs)
     launch = prepare_forward(call, (*views, *map(View.of, outputs)), device, plan)
     return outputs, launch(operands, outputs)
 
@@ -109,10 +110,26 @@ def backward(
     launch = prepare_backward(call, views, grads[0].device, given, wanted, plan)
     wanting: list[torch.Tensor] = [operands[i] for i in launch.problem.wanted]  # type: ignore[misc]
     dtypes = [gradient.dtype for gradient in launch.problem.gradients]
-    gradients = tuple(torch.empty(o.shape, dtype=d, device=o.device) for o, d in zip(wanting, dtypes, strict=True))
+    empty = torch.empty_like if call.norm.is_by_channel else _empty_contiguous
+    gradients = tuple(empty(o, dtype=d) for o, d in zip(wanting, dtypes, strict=True))
     if gradients:
         launch(operands, grads, statistics, gradients)
     return {i: g.to(o.dtype) for i, g, o in zip(launch.problem.wanted, gradients, wanting, strict=True)}
+
+
+def empty_output(
+    call: Call, operands: Tensors, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Contiguous, or for a norm by channel in the memory format of the first operand that has this shape."""
+    if call.norm.is_by_channel:
+        for operand in operands:
+            if isinstance(operand, torch.Tensor) and operand.shape == shape:
+                return torch.empty_like(operand, dtype=dtype)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _empty_contiguous(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 def in_memory(operand: torch.Tensor | float) -> torch.Tensor | float:
@@ -125,7 +142,9 @@ def device_of(operands: Tensors) -> torch.device:
 
 
 @lru_cache(maxsize=4096)
-def prepare_forward(call: Call, views: tuple[View, ...], device: torch.device, plan: Plan | None) -> "ForwardLaunch":
+def prepare_forward(
+    call: Call, views: tuple[View, ...], device: torch.device, plan: Plan | None
+) -> "ForwardLaunch | ColumnForwardLaunch":
     from warpnorm.codegen import bind
     from warpnorm.launch.forward import ForwardLaunch
 
@@ -133,6 +152,13 @@ def prepare_forward(call: Call, views: tuple[View, ...], device: torch.device, p
     target = devices.of(device)
     plan = plan or choose.forward(problem, target)
     kernel = bind.forward(problem, plan, target, device.index)
+    if plan.pattern == COLUMN:
+        from warpnorm.launch.column import ColumnForwardLaunch
+
+        merge_plan = choose.column_merge(problem, target)
+        of_lines = bind.line_statistics(problem, plan, target, device.index)
+        of_rows = bind.row_statistics(problem, merge_plan, target, device.index)
+        return ColumnForwardLaunch(problem, plan, space, kernel, of_lines, of_rows, merge_plan, call.eps)
     return ForwardLaunch(problem, plan, space, kernel, call.eps)
 
 
@@ -144,7 +170,7 @@ def prepare_backward(
     given: tuple[int, ...],
     wanted: tuple[int, ...],
     plan: Plan | None,
-) -> "BackwardLaunch":
+) -> "BackwardLaunch | ColumnBackwardLaunch":
     from warpnorm.codegen import bind
     from warpnorm.launch.backward import BackwardLaunch
 
@@ -153,6 +179,19 @@ def prepare_backward(
     plan = plan or choose.backward(problem, target)
     kernel = bind.backward(problem, plan, target, device.index)
     sums = bind.backward_sums(problem, plan, target, device.index)
+    if plan.pattern == COLUMN:
+        from warpnorm.launch.column import ColumnBackwardLaunch
+
+        sum_plan = choose.line_sum(problem, target)
+        piece_sums = bind.piece_sums(problem, sum_plan, target, device.index)
+        column_sums = []
+        for plan_of, is_tall in ((sum_plan, False), (choose.tall_sum(problem, target), True)):
+            which = tuple(
+                i for i in problem.reduced if (grid.line_sum(plan, space, problem.gradients[i]).width == 1) == is_tall
+            )
+            if which:
+                column_sums.append((bind.gradient_sums(problem, which, plan_of, target, device.index), plan_of, which))
+        return ColumnBackwardLaunch(problem, plan, space, kernel, sums, piece_sums, tuple(column_sums), sum_plan)
     sum_plan = choose.column_sum(problem, target)
     column_sum = bind.column_sum(problem, sum_plan, target, device.index)
     return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)
@@ -171,7 +210,7 @@ def backward_problem(
     operands, dtypes = views[: len(call.axes)], inside(call, views)
     gradients = Gradients.of(capture.forward_graphs(call.prologue, call.epilogue, *dtypes), given, wanted)
     graphs = differentiate.backward_graphs(call.prologue, call.epilogue, *dtypes, gradients)
-    written = (contiguous(operands[i]) for i in gradients.wanted)
+    written = (fresh(operands[i], call.norm) for i in gradients.wanted)
     return describe_backward(call, (*views, *written), gradients, graphs)
 
 

@@ -114,7 +114,7 @@ Axes = str | tuple[bool, ...]  # one of the names above, or for each dimension w
 class Call:
     """What the user asked for: `prologue` of the operands, which lie along `axes`, this norm of the result over its last
     `col_dims` dimensions, then `epilogue`, whose results have the dtypes `outputs`; those in `detached` carry no gradient.
-    Computed at least in `compute`."""
+    Computed at least in `compute`. A norm by channel finds its dimensions itself; `groups` are those of GroupNorm."""
 
     norm: Norm
     col_dims: int
@@ -125,6 +125,7 @@ class Call:
     outputs: tuple[torch.dtype, ...]
     compute: torch.dtype = torch.float32
     detached: tuple[int, ...] = ()
+    groups: int = 0
 
 
 class View(NamedTuple):
@@ -174,10 +175,18 @@ class Operand:
         )
 
 
+def inner_lines(gradient: Operand) -> int:
+    """Along how many of the last axes of lines a gradient has values of its own; all, if it has along each."""
+    kept = [stride.literal != 0 for stride in gradient.row_strides]
+    return next((k for k, keeps in enumerate(reversed(kept)) if not keeps), len(kept))
+
+
 @dataclass(frozen=True)
 class Problem:
     """What forward and backward share. `cols_class` is the column count rounded up to a power of two, `cols_divisor` a power
-    of two that divides it; `is_exact` if nothing was rounded, so that no column of a tile has to be masked."""
+    of two that divides it; `is_exact` if nothing was rounded, so that no column of a tile has to be masked. Of a norm by
+    channel the rows here are lines, of which several may share a statistic (`has_pieces`), and also the number of lines and
+    the sizes of axes have divisors."""
 
     norm: Norm
     compute: torch.dtype
@@ -186,6 +195,9 @@ class Problem:
     is_exact: bool
     operands: tuple[Operand, ...]
     prologue: Graph  # operands -> c
+    has_pieces: bool
+    rows_divisor: int
+    size_divisors: tuple[int, ...]
 
     @property
     def tiles(self) -> tuple[Operand, ...]:
@@ -262,8 +274,9 @@ class BackwardProblem(Problem):
 
     @property
     def accumulated(self) -> tuple[int, ...]:
-        """Which of `gradients` are sums over rows, accumulated in registers."""
-        return tuple(i for i in self.reduced if self.gradients[i].axes != ROW)
+        """Which of `gradients` are sums over rows, accumulated in registers. Those of a norm by channel are sums over the
+        columns of lines, and then over some of the lines."""
+        return tuple(i for i in self.reduced if self.gradients[i].axes != ROW and not self.norm.is_by_channel)
 
 
 def compute_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:

@@ -1,12 +1,18 @@
 """The norms in plain PyTorch. `composite` is the specification, in primitive operators that can be differentiated any
-number of times; `layer_norm` and `rms_norm` are what runs where there is no GPU, by PyTorch's own fused operators."""
+number of times; the functions named after the norms are what runs where there is no GPU, by PyTorch's own fused
+operators."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
+from warpnorm.norms import GROUPS
 from warpnorm.problem import Call, compute_dtype
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True)
@@ -36,17 +42,40 @@ class Affine:
         return (xhat,)
 
 
+@dataclass(frozen=True)
+class FixedAffine:
+    """The epilogue of BatchNorm in evaluation, by a mean and a variance that it is given."""
+
+    eps: float
+    has_weight: bool
+    has_bias: bool
+
+    def __call__(self, *values: Any) -> tuple[torch.Tensor, ...]:
+        xhat, _, _, mean, variance, *parameters = values
+        return Affine(self.has_weight, self.has_bias)(
+            (xhat - mean) * torch.rsqrt(variance + self.eps), None, None, *parameters
+        )
+
+
 def composite(call: Call, *operands: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
     """The call as its definition reads, in float32 (float64 where anything is float64), rounded once at the end."""
     compute = compute_dtype([call.compute, *(t.dtype for t in operands if isinstance(t, torch.Tensor))])
     wide = [t.to(compute) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in operands]
-    c = deviation = call.prologue(*wide)
-    dims = tuple(range(-call.col_dims, 0))
-    if call.norm.is_centered:
-        deviation = c - c.mean(dims, keepdim=True)
-    xhat = deviation * torch.rsqrt(deviation.square().mean(dims, keepdim=True) + call.eps)
+    c = call.prologue(*wide)
+    xhat = _normalized(call, c)
     results = call.epilogue(xhat, c, *wide)
     return tuple(result.to(dtype) for result, dtype in zip(results, call.outputs, strict=True))
+
+
+def _normalized(call: Call, c: torch.Tensor) -> torch.Tensor:
+    if not call.norm.is_computed:
+        return c
+    rows = c.reshape(c.shape[0], call.groups, -1) if call.norm.rows == GROUPS else c
+    dims: tuple[int, ...] = tuple(range(-call.col_dims, 0))
+    if call.norm.is_by_channel:
+        dims = (2,) if call.norm.rows == GROUPS else (0, *range(2, c.ndim))
+    deviation = rows - rows.mean(dims, keepdim=True) if call.norm.is_centered else rows
+    return (deviation * torch.rsqrt(deviation.square().mean(dims, keepdim=True) + call.eps)).reshape(c.shape)
 
 
 def layer_norm(
@@ -78,6 +107,113 @@ def rms_statistic(
 ) -> torch.Tensor:
     c = input.detach().to(_compute_dtype(input, weight))
     return torch.rsqrt(c.square().mean(tuple(range(-len(shape), 0)), keepdim=True) + eps)
+
+
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> torch.Tensor:
+    """The output by PyTorch's operator, for every dtype. In training the running statistics are updated."""
+    if input.numel() == 0:
+        return of_nothing(input, weight, bias)
+    wide, weight, bias, mean, variance = _widened(input, weight, bias, running_mean, running_var)
+    cudnn = torch.backends.cudnn.enabled
+    output = torch.batch_norm(wide, weight, bias, mean, variance, training, momentum, eps, cudnn)
+    if training:
+        _write_back((running_mean, running_var), (mean, variance))
+    return output.to(input.dtype)
+
+
+def group_norm(
+    input: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> torch.Tensor:
+    if input.numel() == 0:
+        return of_nothing(input, weight, bias)
+    wide, weight, bias = _widened(input, weight, bias)
+    if weight is None and bias is not None:
+        weight = torch.ones_like(bias, requires_grad=False)  # without it PyTorch's operator has no gradient
+    return torch.group_norm(wide, groups, weight, bias, eps, torch.backends.cudnn.enabled).to(input.dtype)
+
+
+def instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+) -> torch.Tensor:
+    """As `batch_norm` in training."""
+    if input.numel() == 0:
+        return of_nothing(input, weight, bias)
+    wide, weight, bias, mean, variance = _widened(input, weight, bias, running_mean, running_var)
+    cudnn = torch.backends.cudnn.enabled
+    output = torch.instance_norm(wide, weight, bias, mean, variance, True, momentum, eps, cudnn)
+    _write_back((running_mean, running_var), (mean, variance))
+    return in_format_of(input, output.to(input.dtype))
+
+
+def in_format_of(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """PyTorch's operator for instance norm returns a contiguous tensor, also where its input is channels_last."""
+    if input.ndim not in CHANNELS_LAST or input.is_contiguous():
+        return output
+    samples, channels, *positions = input.stride()
+    is_last = all(outer >= inner > 0 for outer, inner in pairwise((samples, *positions, channels)))
+    return output.contiguous(memory_format=CHANNELS_LAST[input.ndim]) if is_last else output
+
+
+def of_nothing(input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    """Any norm by channel of an input without elements; the parameters get a gradient of zeros."""
+    output = input.clone()
+    for parameter in (weight, bias):
+        if parameter is not None:
+            output = output * parameter.view(-1, *(1 for _ in input.shape[2:]))
+    return output.to(input.dtype)
+
+
+def channel_statistics(
+    input: torch.Tensor, groups: int, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and rstd of each channel (`groups` is 0), or (N, groups) of each group of channels of each sample."""
+    wide = input.detach().to(dtype)
+    if wide.ndim == 1:
+        wide = wide.view(0, 0)
+    if groups:
+        wide = wide.unflatten(1, (groups, wide.shape[1] // groups))
+    dims = tuple(range(2, wide.ndim)) if groups else (0, *range(2, wide.ndim))
+    if wide.numel() == 0:
+        mean = variance = wide.mean(dims)  # NaN, without a warning
+    else:
+        variance, mean = torch.var_mean(wide, dims, correction=0)
+    return mean, torch.rsqrt(variance + eps)
+
+
+def fixed_statistics(
+    running_mean: torch.Tensor, running_var: torch.Tensor, eps: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and rstd of each channel in evaluation."""
+    return running_mean.detach().to(dtype, copy=True), torch.rsqrt(running_var.detach().to(dtype) + eps)
+
+
+def _widened(*tensors: torch.Tensor | None) -> list[Any]:
+    """All in one dtype, that of computation."""
+    compute = _compute_dtype(*tensors)
+    return [None if tensor is None else tensor.to(compute) for tensor in tensors]
+
+
+def _write_back(buffers: Sequence[torch.Tensor | None], wide: Sequence[torch.Tensor | None]) -> None:
+    """What was updated in the dtype of computation is rounded into the user's tensors."""
+    with torch.no_grad():
+        for buffer, updated in zip(buffers, wide, strict=True):
+            if buffer is not None and updated is not None and updated is not buffer:
+                buffer.copy_(updated)
 
 
 def _compute_dtype(*tensors: torch.Tensor | float | None) -> torch.dtype:

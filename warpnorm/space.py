@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from warpnorm.norms import Norm
+from warpnorm.norms import CHANNEL, GROUPS, Norm
 from warpnorm.problem import (
     COLUMN,
     FULL,
@@ -29,10 +29,14 @@ from warpnorm.problem import (
     operand_name,
 )
 
+LARGEST_BLOCK = 4096  # of lines or columns, of a norm by channel, that may be known to divide their number
+FULL_BLOCK = 32  # columns of a block where memory runs across lines
+
 
 class Space(NamedTuple):
     """Rows x cols, and what the kernel is told at run time. Rows come in `groups` of equal size: those that share the
-    values of an operand whose gradient is wanted for each group."""
+    values of an operand whose gradient is wanted for each group. Of a norm by channel the rows here are lines: `pieces` of
+    them share a statistic, every `inner_rows` lines one."""
 
     rows: int
     cols: int
@@ -40,15 +44,22 @@ class Space(NamedTuple):
     strides: tuple[int, ...]  # the values behind every Stride that is not a literal
     sizes: tuple[int, ...]  # of all row axes but the first, then of all column axes but the first
     row_order: tuple[int, ...]
+    row_sizes: tuple[int, ...]
+    cols_divisor: int
     groups: int = 1
+    pieces: int = 1
+    inner_rows: int = 1
+    rows_divisor: int = 1
+    size_divisors: tuple[int, ...] = ()
+
+    @property
+    def statistics(self) -> int:
+        """How many rows there are that have a statistic of their own."""
+        return self.rows // self.pieces
 
     @property
     def cols_class(self) -> int:
         return 1 << max(self.cols - 1, 0).bit_length()
-
-    @property
-    def cols_divisor(self) -> int:
-        return power_of_two_divisor(self.cols, VECTOR_BYTES)
 
 
 def shape_of(views: Sequence[View]) -> tuple[int, ...]:
@@ -61,7 +72,7 @@ def shape_of(views: Sequence[View]) -> tuple[int, ...]:
 def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Graph]) -> tuple[ForwardProblem, Space]:
     """`views` are those of the operands, then of the outputs."""
     count = len(call.axes)
-    space = describe(views, (*call.axes, *[FULL] * len(call.outputs)), shape_of(views[:count]), call.col_dims)
+    space = _describe(call, views, (*call.axes, *[FULL] * len(call.outputs)))
     prologue, epilogue = graphs
     problem = ForwardProblem(
         *_head(call, views, space, prologue),
@@ -73,12 +84,13 @@ def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Gra
 
 def _head(
     call: Call, views: Sequence[View], space: Space, prologue: Graph
-) -> tuple[Norm, torch.dtype, int, int, bool, tuple[Operand, ...], Graph]:
+) -> tuple[Norm, torch.dtype, int, int, bool, tuple[Operand, ...], Graph, bool, int, tuple[int, ...]]:
     """What every problem begins with."""
     compute = compute_dtype([call.compute, *(view.dtype for view in views)])
     is_exact = space.cols == space.cols_class
     operands = space.operands[: len(call.axes)]
-    return call.norm, compute, space.cols_class, space.cols_divisor, is_exact, operands, prologue
+    head = (call.norm, compute, space.cols_class, space.cols_divisor, is_exact, operands, prologue)
+    return *head, space.pieces > 1, space.rows_divisor, space.size_divisors or (1,) * len(space.sizes)
 
 
 class Gradients(NamedTuple):
@@ -114,7 +126,7 @@ def describe_backward(
     """`views` are those of the operands, then of the given outputs' gradients, then of the wanted operands'."""
     count, given = len(call.axes), len(gradients.given)
     axes = (*call.axes, *[FULL] * given, *(call.axes[i] for i in gradients.wanted))
-    space = describe(views, axes, shape_of(views[:count]), call.col_dims, grouped_from=count + given)
+    space = _describe(call, views, axes, grouped_from=count + given)
     prologue, epilogue_vjp, prologue_vjp = graphs
     problem = BackwardProblem(
         *_head(call, views, space, prologue),
@@ -133,11 +145,85 @@ def describe_backward(
     return problem, space
 
 
+def _describe(call: Call, views: Sequence[View], axes: Sequence[Axes], grouped_from: int | None = None) -> Space:
+    shape = shape_of(views[: len(call.axes)])
+    if not call.norm.is_by_channel:
+        return describe(views, axes, shape, call.col_dims, grouped_from)
+    return describe_lines(call, views, axes, shape)
+
+
+def describe_lines(call: Call, views: Sequence[View], axes: Sequence[Axes], shape: Sequence[int]) -> Space:
+    """A norm by channel. What the rows lie in is a dimension: the samples of a channel, or the channels of a group. Where it
+    and the dimensions after the channel are walked as one, rows are lines. Otherwise every row lies in pieces, a line each:
+    the channels of a group in their order, samples where they are further apart in memory before the channels."""
+    sizes: tuple[int, ...] = tuple(shape)
+    masks = [(a == FULL,) * len(shape) if isinstance(a, str) else a for a in axes]
+    strides = [_strides(view, mask) for view, mask in zip(views, masks, strict=True)]
+    if call.norm.rows == GROUPS:
+        width = sizes[1] // call.groups  # channels of a group
+        sizes = (sizes[0], call.groups, width, *sizes[2:])
+        strides = [(s[0], s[1] * width, *s[1:]) for s in strides]
+        masks = [(m[0], m[1], *m[1:]) for m in masks]
+        rows, pieces, inner = [0, 1], 2, list(range(3, len(sizes)))
+    else:
+        rows, pieces, inner = [1], 0, list(range(2, len(sizes)))
+    cols = [pieces, *inner]
+    merged = _collapse(
+        [sizes[d] for d in cols], [[s[d] for d in cols] for s in strides], [[m[d] for d in cols] for m in masks],
+        [0] * len(views), [(False,)] * len(views),
+    )[0]  # fmt: skip
+    is_whole = len(merged) == 1 and (call.norm.rows == CHANNEL or prod(sizes[d] for d in inner) > 1)
+    lines = rows
+    if is_whole:
+        inner = cols
+    else:
+        whole = next(s for s, m in zip(strides, masks, strict=True) if all(m))
+        is_first = call.norm.rows == CHANNEL and whole[1] < whole[pieces]
+        lines = [pieces, *rows] if is_first else [*rows, pieces]
+        if not inner:  # a column of its own for every element
+            sizes, inner = (*sizes, 1), [len(sizes)]
+            strides = [(*s, 1) for s in strides]
+            masks = [(*m, all(m)) for m in masks]
+    order = [*lines, *inner]
+    placed = [
+        View(tuple(sizes[d] for d in order), tuple(s[d] for d in order), v.dtype, v.is_aligned)
+        for v, s in zip(views, strides, strict=True)
+    ]
+    own: list[Axes] = [a if a == NUMBER else tuple(m[d] for d in order) for a, m in zip(axes, masks, strict=True)]
+    # A lone sample is described as several are
+    keeps_first = call.norm.rows == GROUPS and len(lines) > 1
+    space = describe(placed, own, [sizes[d] for d in order], len(inner), keeps_first=keeps_first)
+    space = _with_divisors(space, sizes, lines, inner)
+    if is_whole or sizes[pieces] == 1:
+        return space._replace(inner_rows=space.rows)
+    after = lines[lines.index(pieces) + 1 :]
+    return space._replace(pieces=sizes[pieces], inner_rows=prod(sizes[d] for d in after))
+
+
+def _with_divisors(space: Space, sizes: Sequence[int], lines: Sequence[int], inner: Sequence[int]) -> Space:
+    """What divides the number of lines, of columns, and the sizes of axes, whatever the number of samples (the dimension 0):
+    it should not take another kernel. Of columns that are samples too it is said whether blocks of them are full."""
+    of_lines, of_cols = (prod(sizes[d] for d in dims if d != 0) for dims in (lines, inner))
+    cols_divisor = power_of_two_divisor(of_cols, LARGEST_BLOCK)
+    if 0 in inner and space.cols % FULL_BLOCK == 0:
+        cols_divisor = max(cols_divisor, FULL_BLOCK)
+    largest = LARGEST_BLOCK if 0 not in lines[1:] else 1
+    divisors = tuple(power_of_two_divisor(size, largest) for size in space.sizes)
+    rows_divisor = power_of_two_divisor(of_lines, LARGEST_BLOCK)
+    return space._replace(cols_divisor=cols_divisor, rows_divisor=rows_divisor, size_divisors=divisors)
+
+
 def describe(
-    views: Sequence[View], axes: Sequence[Axes], shape: Sequence[int], col_dims: int, grouped_from: int | None = None
+    views: Sequence[View],
+    axes: Sequence[Axes],
+    shape: Sequence[int],
+    col_dims: int,
+    grouped_from: int | None = None,
+    keeps_first: bool = False,
 ) -> Space:
     """Collapse the axes of `shape` (the last `col_dims` are columns) as far as every operand's strides allow. The operands
-    from number `grouped_from` on are gradients: the row axes that one of them keeps of several come first."""
+    from number `grouped_from` on are gradients: the row axes that one of them keeps of several come first. `keeps_first`:
+    also where the first axis has size one, it is one."""
     dims = len(shape)
     row_dims = dims - col_dims
     rows, cols = prod(shape[:row_dims]), prod(shape[row_dims:])
@@ -152,8 +238,9 @@ def describe(
     lone_col = [1 if any(m[row_dims:]) else 0 for m in masks]
     lone_col_masks = [(any(m[row_dims:]),) for m in masks]
     row_sizes, row_strides, row_masks = _collapse(
-        shape[:row_dims], [s[:row_dims] for s in strides], [m[:row_dims] for m in masks], lone_row, lone_row_masks
-    )
+        shape[:row_dims], [s[:row_dims] for s in strides], [m[:row_dims] for m in masks], lone_row, lone_row_masks,
+        keeps_first,
+    )  # fmt: skip
     col_sizes, col_strides, col_masks = _collapse(
         shape[row_dims:], [s[row_dims:] for s in strides], [m[row_dims:] for m in masks], lone_col, lone_col_masks
     )
@@ -186,7 +273,9 @@ def describe(
             views, axes, row_strides, col_strides, row_masks, col_masks, strict=True
         )
     )
-    return Space(rows, cols, operands, tuple(values), (*row_sizes[1:], *col_sizes[1:]), order, groups)
+    sizes = (*row_sizes[1:], *col_sizes[1:])
+    divisor = power_of_two_divisor(cols, VECTOR_BYTES)
+    return Space(rows, cols, operands, tuple(values), sizes, order, tuple(row_sizes), divisor, groups)
 
 
 def _mask(axes: Axes, dims: int, row_dims: int) -> tuple[bool, ...]:
@@ -220,10 +309,11 @@ def _collapse(
     masks: Sequence[Sequence[bool]],
     alone: Sequence[int],
     alone_masks: Sequence[tuple[bool, ...]],
+    keeps_first: bool = False,
 ) -> tuple[tuple[int, ...], list[tuple[int, ...]], list[tuple[bool, ...]]]:
     """Drop axes of size one and merge neighbours that every tensor walks as one. Where nothing is left, one axis of
     size one stays, with the strides in `alone`."""
-    dims = [dim for dim, size in enumerate(sizes) if size != 1]
+    dims = [dim for dim, size in enumerate(sizes) if size != 1 or (keeps_first and dim == 0)]
     if not dims:
         return (1,), [(stride,) for stride in alone], list(alone_masks)
     groups: list[list[int]] = []
@@ -247,10 +337,12 @@ def power_of_two_divisor(number: int, largest: int) -> int:
     return min(number & -number, largest) if number else largest
 
 
-def contiguous(view: View) -> View:
-    """A new tensor of the same shape and dtype. Of an 8-bit float it is float32: PyTorch rounds it."""
-    strides = [1]
-    for size in reversed(view.shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
+def fresh(view: View, norm: Norm) -> View:
+    """A new tensor of the same shape and dtype, for a norm by channel also in the same memory format. Of an 8-bit float it
+    is float32: PyTorch rounds it."""
     dtype = torch.float32 if view.dtype.is_floating_point and view.dtype.itemsize == 1 else view.dtype
-    return View(view.shape, tuple(reversed(strides))[: len(view.shape)], dtype, True)
+    if norm.is_by_channel:
+        strides = torch.empty_like(torch.empty_strided(view.shape, view.strides, device="meta")).stride()
+    else:
+        strides = torch.empty(view.shape, device="meta").stride()
+    return View(view.shape, strides, dtype, True)

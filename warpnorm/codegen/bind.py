@@ -15,12 +15,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from warpnorm.codegen import cache, pointwise
+from warpnorm.kernels.column import (
+    column_backward_kernel,
+    column_forward_kernel,
+    column_merge_kernel,
+    column_statistics_kernel,
+    column_sums_kernel,
+)
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
 from warpnorm.kernels.team import team_backward_kernel
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.plan import COLUMN, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
     LARGEST_CLASS,
     NUMBER,
@@ -119,6 +126,11 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         **_geometry(problem, problem.operands + problem.outputs),
         "eps": Argument(TYPES[problem.compute]),
     }
+    if plan.pattern == COLUMN:
+        arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs)
+        constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue", "epilogue", "store")
+        constants |= _walk(problem, plan) | {"HAS_STATISTIC": problem.norm.is_computed}
+        return BoundKernel(column_forward_kernel, arguments, constants, plan, device)
     constants = _functions(functions, "load_columns", "load_rows", "prologue", "epilogue", "store")
     constants |= {"IS_CENTERED": problem.norm.is_centered, "IS_EXACT": _is_exact(problem, plan)}
     if plan.pattern == ROW:
@@ -150,6 +162,16 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
     }
     geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + problem.gradients, True)}
     constants |= {"BLOCK_COLS": plan.block_cols, "IS_EXACT": _is_exact(problem, plan), "STAGES": plan.stages}
+    if plan.pattern == COLUMN:
+        constants = _functions(
+            cache.load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_tiles", "prologue",
+            "epilogue_vjp", "prologue_vjp", "store", "accumulate_lines", "store_lines",
+        )  # fmt: skip
+        constants |= _walk(problem, plan) | {"HAS_STATISTIC": problem.norm.is_computed, "REDUCED": len(problem.reduced)}
+        constants["NEEDS_SUMS"] = problem.needs_grad_xhat
+        sums = {"sum_ptrs": _pair(problem) if _has_sums(problem) else ()}
+        arguments = _lines(problem, plan, arguments | sums | geometry, operands + problem.gradients)
+        return BoundKernel(column_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
         mailbox = {"mailbox": Argument("*i64", ALIGNED)}
@@ -166,9 +188,17 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
 
 @_once
 def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
-    """The first launch of a `long_row` backward, where the prologue needs a gradient."""
-    if plan.pattern != LONG_ROW or not problem.needs_grad_xhat:
+    """The first launch of a `long_row` or `column` backward, where the prologue needs a gradient."""
+    if plan.pattern not in (LONG_ROW, COLUMN) or not _has_sums(problem):
         return None
+    if plan.pattern == COLUMN:
+        functions = ("load_columns", "load_lines", "load_tiles", "prologue", "epilogue_vjp")
+        constants = _functions(cache.load(pointwise.backward_source(problem)), *functions) | _walk(problem, plan)
+        operands = problem.operands + problem.grad_outputs
+        arguments = {"operands": _pointers(problem, operands), "piece_ptrs": _pair(problem)}
+        arguments |= {"statistic_ptrs": _statistics(problem)}
+        arguments = _lines(problem, plan, arguments, operands + problem.gradients)
+        return BoundKernel(column_sums_kernel, arguments, constants, plan, device)
     constants = _functions(
         cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
         "epilogue_vjp",
@@ -190,10 +220,50 @@ def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: i
     return BoundKernel(long_row_sums_kernel, arguments, constants, plan, device)
 
 
+@_once
+def line_statistics(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
+    """The first launch of a `column` forward that has a statistic to compute."""
+    if plan.pattern != COLUMN or not problem.norm.is_computed:
+        return None
+    functions = cache.load(pointwise.forward_source(problem))
+    constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue")
+    constants |= _walk(problem, plan)
+    arguments = {"operands": _pointers(problem, problem.operands), "piece_ptrs": _pair(problem)}
+    arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs, has_pieces=False)
+    return BoundKernel(column_statistics_kernel, arguments, constants, plan, device)
+
+
+def row_statistics(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
+    """The second."""
+    return _merge(problem.compute, len(problem.norm.statistics), plan, device, index)
+
+
+@_once
+def _merge(compute: torch.dtype, statistics: int, plan: Plan, device: Device, index: int) -> BoundKernel:
+    pointer, number = Argument("*" + TYPES[compute], ALIGNED), Argument("i64")
+    arguments: dict[str, Any] = {"piece_ptrs": (pointer, pointer), "statistic_ptrs": (pointer,) * statistics}
+    arguments |= dict.fromkeys(("rows", "pieces", "inner_rows", "cols", "part_cols"), number)
+    arguments["eps"] = Argument(TYPES[compute])
+    constants = {"COMPUTE": COMPUTE[compute], "STATISTICS": statistics}
+    constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols}
+    return BoundKernel(column_merge_kernel, arguments, constants, plan, device)
+
+
 def column_sum(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
     """The last launch of a backward, where a gradient is a sum."""
-    dtypes = tuple(problem.gradients[i].dtype for i in problem.reduced)
-    return _column_sum(problem.compute, dtypes, plan, device, index) if dtypes else None
+    return gradient_sums(problem, problem.reduced, plan, device, index) if problem.reduced else None
+
+
+def gradient_sums(
+    problem: BackwardProblem, which: tuple[int, ...], plan: Plan, device: Device, index: int
+) -> BoundKernel:
+    dtypes = tuple(problem.gradients[i].dtype for i in which)
+    return _column_sum(problem.compute, dtypes, plan, device, index)
+
+
+def piece_sums(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
+    """The sums over rows of a norm by channel, from those of their pieces."""
+    return _column_sum(problem.compute, (problem.compute,) * 2, plan, device, index)
 
 
 @_once
@@ -206,6 +276,7 @@ def _column_sum(
         "groups": tuple(Argument("i64") for _ in dtypes),
         "heights": tuple(Argument("i64") for _ in dtypes),
         "widths": tuple(Argument("i64") for _ in dtypes),
+        "blocks": Argument("i64"),
     }
     constants = {
         "COUNT": len(dtypes),
@@ -218,10 +289,39 @@ def _column_sum(
 
 def _is_exact(problem: Problem, plan: Plan) -> bool:
     """Whether the blocks of columns together are as wide as a row."""
-    covered = plan.block_cols * plan.chunks * plan.splits
-    return problem.is_exact and (
-        covered == problem.cols_class if plan.pattern != LONG_ROW else covered <= problem.cols_class
-    )
+    if plan.pattern == LONG_ROW:
+        return problem.is_exact and plan.block_cols <= problem.cols_class
+    return problem.is_exact and plan.block_cols * plan.chunks * plan.splits == problem.cols_class
+
+
+def _has_sums(problem: BackwardProblem) -> bool:
+    return problem.needs_grad_xhat and problem.norm.is_computed
+
+
+def _walk(problem: Problem, plan: Plan) -> dict[str, Any]:
+    """The constants of every walk by tiles of lines."""
+    constants = {"COMPUTE": COMPUTE[problem.compute], "BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols}
+    constants |= {"IS_WALKED": plan.is_walked, "STAGES": plan.stages, "HAS_PIECES": problem.has_pieces}
+    constants["IS_CORRECTED"] = problem.has_long_mantissas
+    constants["IS_EXACT"] = problem.cols_divisor % plan.block_cols == 0
+    return constants | {"HAS_FULL_BLOCKS": problem.rows_divisor % plan.block_rows == 0}
+
+
+def _lines(
+    problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Sequence[Operand], has_pieces: bool = True
+) -> dict[str, Any]:
+    """The arguments, and where the lines lie."""
+    first = {k: v for k, v in arguments.items() if k not in ("strides", "sizes", "rows", "groups", "cols", "eps")}
+    geometry = _geometry(problem, tensors)
+    pieces = ("pieces", "inner_rows") if has_pieces else ("inner_rows",)
+    between = {name: Argument("i64") for name in pieces}
+    first |= {k: geometry[k] for k in ("strides", "sizes", "rows")} | between
+    return first | {"cols": geometry["cols"], "part_cols": Argument("i64", plan.block_cols)}
+
+
+def _pair(problem: Problem) -> tuple[Argument, ...]:
+    """Of a mean and squares, or of the two sums."""
+    return (Argument("*" + TYPES[problem.compute], ALIGNED),) * 2
 
 
 def _functions(module: ModuleType, *names: str) -> dict[str, Any]:
@@ -246,11 +346,10 @@ def _geometry(problem: Problem, tensors: Sequence[Operand], has_groups: bool = F
         {stride for tensor in tensors for stride in tensor.row_strides + tensor.col_strides if stride.literal is None},
         key=lambda stride: stride.slot,
     )
-    sizes = len(tensors[0].row_strides) + len(tensors[0].col_strides) - 2
     return {
         "strides": tuple(Argument("i64", stride.divisor) for stride in strides),
-        "sizes": tuple(Argument("i64") for _ in range(sizes)),
-        "rows": Argument("i64"),
+        "sizes": tuple(Argument("i64", divisor) for divisor in problem.size_divisors),
+        "rows": Argument("i64", problem.rows_divisor),
         **({"groups": Argument("i64")} if has_groups else {}),
         "cols": Argument("i32" if problem.cols_class <= LARGEST_CLASS else "i64", problem.cols_divisor),
     }

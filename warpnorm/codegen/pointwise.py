@@ -10,6 +10,7 @@ from warpnorm.problem import (
     BY_ROW,
     COLUMN,
     GROUP,
+    GROUP_SCALAR,
     NUMBER,
     ROW,
     TILES,
@@ -20,6 +21,7 @@ from warpnorm.problem import (
     Problem,
     Value,
     grad_output_name,
+    inner_lines,
     operand_name,
 )
 
@@ -37,6 +39,7 @@ def forward_source(problem: ForwardProblem) -> str:
     return _module(
         _load_columns(problem),
         _load_rows(problem),
+        *([_load_lines(problem), _load_tiles(problem)] if problem.norm.is_by_channel else []),
         _prologue(problem),
         _step("epilogue", problem.epilogue, problem),
         _store(problem, problem.outputs, range(len(problem.outputs)), "outputs"),
@@ -54,9 +57,16 @@ def backward_source(problem: BackwardProblem) -> str:
         _prologue_vjp(problem),
         _store(problem, [problem.gradients[i] for i in problem.written], problem.written, "gradients"),
         _store_row_sums(problem),
-        _accumulate(problem),
+        _accumulate("accumulate", problem.accumulated),
         _store_partials(problem),
+        *(_of_lines(problem) if problem.norm.is_by_channel else []),
     )
+
+
+def _of_lines(problem: BackwardProblem) -> list[str]:
+    """What the pattern `column` is handed beside."""
+    sums = [_accumulate("accumulate_lines", problem.reduced), _store_lines(problem)]
+    return [_load_lines(problem), _load_tiles(problem), *sums]
 
 
 def _graphs(problem: Problem) -> tuple[Graph, ...]:
@@ -155,6 +165,29 @@ def _load_rows(problem: Problem) -> str:
     lines = [f"{name} = {_load(f'operands[{i}]', operand)}" for i, name, operand in kept]
     parameters = "operands, strides, sizes, row_offsets, col_offsets, row_mask, mask"
     return _function("load_rows", parameters, lines, _tuple([name for _, name, _ in kept]))
+
+
+def _load_lines(problem: Problem) -> str:
+    """Of a norm by channel: what is the same along a line."""
+    kept = [(i, name, operand) for i, name, operand in loaded(problem) if operand.axes in (ROW, GROUP_SCALAR)]
+    lines = [f"{name} = {_load(f'operands[{i}]', operand)}" for i, name, operand in kept]
+    parameters = "operands, strides, sizes, row_offsets, row_mask"
+    return _function("load_lines", parameters, lines, _tuple([name for _, name, _ in kept]))
+
+
+def _load_tiles(problem: Problem) -> str:
+    """And what is not; returns both, as `load_rows` does."""
+    lines, names = [], []
+    count = 0
+    for i, name, operand in loaded(problem):
+        if operand.axes in TILES:
+            lines.append(f"{name} = {_load(f'operands[{i}]', operand)}")
+            names.append(name)
+        elif operand.axes in BY_ROW:
+            names.append(f"lines[{count}]")
+            count += 1
+    parameters = "operands, strides, sizes, row_offsets, col_offsets, mask, lines"
+    return _function("load_tiles", parameters, lines, _tuple(names))
 
 
 def _hold(problem: BackwardProblem) -> str:
@@ -259,7 +292,10 @@ def _store_row_sums(problem: BackwardProblem) -> str:
     lines = []
     for a, k in enumerate(problem.reduced):
         gradient = problem.gradients[k]
-        if gradient.axes == ROW:
+        if problem.norm.is_by_channel:
+            address = _line_address(a, gradient, "0", "1")
+            lines.append(f"tl.store({address}, tl.sum(tl.where(mask, results[{k}], 0.0), 1), mask=row_mask)")
+        elif gradient.axes == ROW:
             address = f"partials[{a}] + part * rows + {_offset(gradient, rows=True) or 'row_offsets * 0'}"
             lines.append(f"tl.store({address}, tl.sum(tl.where(mask, results[{k}], 0.0), 1), mask=row_mask)")
     return _function(
@@ -267,9 +303,28 @@ def _store_row_sums(problem: BackwardProblem) -> str:
     )
 
 
-def _accumulate(problem: BackwardProblem) -> str:
-    sums = [f"accumulators[{a}] + tl.where(mask, results[{k}], 0.0)" for a, k in enumerate(problem.accumulated)]
-    return _function("accumulate", "accumulators, results, mask", [], _tuple(sums))
+def _accumulate(name: str, which: Sequence[int]) -> str:
+    sums = [f"accumulators[{a}] + tl.where(mask, results[{k}], 0.0)" for a, k in enumerate(which)]
+    return _function(name, "accumulators, results, mask", [], _tuple(sums))
+
+
+def _line_address(a: int, gradient: Operand, part: str, parts: str) -> str:
+    """Where the sum over a part of a line's columns goes, so that what is summed next, lines and parts, lies together: see
+    `plan/grid.py`."""
+    inner = inner_lines(gradient)
+    width = "rows" if inner == len(gradient.row_strides) else " * ".join(
+        f"sizes[{k}]" for k in range(len(gradient.row_strides) - 1 - inner, len(gradient.row_strides) - 1)
+    ) or "1"  # fmt: skip
+    return f"partials[{a}] + (row_offsets // ({width}) * {parts} + {part}) * ({width}) + row_offsets % ({width})"
+
+
+def _store_lines(problem: BackwardProblem) -> str:
+    """Gradients that are sums over the columns of lines, of one program's part of them."""
+    lines = [
+        f"tl.store({_line_address(a, problem.gradients[k], 'part', 'parts')}, tl.sum(accumulators[{a}], 1), mask=row_mask)"
+        for a, k in enumerate(problem.reduced)
+    ]
+    return _function("store_lines", "partials, accumulators, sizes, row_offsets, row_mask, part, parts, rows", lines)
 
 
 def _store_partials(problem: BackwardProblem) -> str:

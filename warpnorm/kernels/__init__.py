@@ -7,6 +7,7 @@ pointwise   elementwise functions that generated source calls
 row         a row fits in one program's registers
 long_row    it does not: walk it by blocks, twice
 team        programs that share a row and run at the same time exchange their sums
+column      rows in pieces or side by side: the norms by channel, by tiles of lines
 column_sum  the partial sums of persistent programs, added in a fixed order
 
 Handed in, generated for each problem by `codegen/pointwise.py` (`place` is where a tile lies: row numbers, column
@@ -14,6 +15,8 @@ offsets, columns of a row, mask):
 
 LOAD_COLUMNS   the operands that do not vary by row               -> tuple of (1, cols) values or numbers
 LOAD_ROWS      the operands that do                               -> tuple of (rows, cols) or (rows, 1) values
+LOAD_LINES     of these, those that are the same along a line     -> tuple of (rows, 1) values
+LOAD_TILES     the others, and both together as LOAD_ROWS gives them
 HOLD           those values again, from which the prologue is computed a second time
 ROW_NUMBERS    row offsets of backward                            -> those of forward
 PROLOGUE       values, columns, place                             -> c, in the dtype of computation
@@ -24,4 +27,5 @@ STORE          writes what lies full in memory
 STORE_ROW_SUMS writes what is one value a row
 ACCUMULATE     adds to the accumulators what is summed over rows
 STORE_PARTIALS writes the accumulators of one program
+ACCUMULATE_LINES, STORE_LINES  the same of what is summed along lines
 """

@@ -7,15 +7,15 @@ import triton.language as tl
 
 @triton.jit
 def column_sum_kernel(
-    partials, sums, groups, heights, widths, COUNT: tl.constexpr, COMPUTE: tl.constexpr,
+    partials, sums, groups, heights, widths, blocks, COUNT: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
 ):  # fmt: skip
-    group = tl.program_id(2).to(tl.int64)
+    group = (tl.program_id(0) // blocks).to(tl.int64)
     for i in tl.static_range(COUNT):
         if (tl.program_id(1) == i) & (group < groups[i]):
             height = heights[i]
             width = widths[i]
-            col_offsets = tl.program_id(0).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+            col_offsets = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
             col_mask = col_offsets < width
             total = tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE)
             for start in tl.range(0, height, BLOCK_ROWS):

@@ -87,23 +87,70 @@ def step_walk(state, c, mask, step, IS_CENTERED: tl.constexpr):
     """Welford's update of every lane with the block number `step`, counted from 0."""
     if IS_CENTERED:
         delta = tl.where(mask, c - state[0], 0.0)
-        mean = state[0] + delta / (step + 1)
-        return mean, state[1] + tl.where(mask, delta * (c - mean), 0.0)
+        return move_means(state, c, mask, delta, delta / (step + 1))
     else:
         return (state[0] + tl.where(mask, c * c, 0.0),)
 
 
 @triton.jit
+def quick_step(state, c, mask, step):
+    """The same of a mean and M2, with one division for all lanes; it takes more registers."""
+    delta = tl.where(mask, c - state[0], 0.0)
+    if c.dtype == tl.float64:
+        return move_means(state, c, mask, delta, delta / (step + 1))
+    else:
+        return move_means(state, c, mask, delta, delta * (1.0 / (step + 1)))
+
+
+@triton.jit
+def move_means(state, c, mask, delta, move):
+    mean = state[0] + move
+    return mean, state[1] + tl.where(mask, delta * (c - mean), 0.0)
+
+
+@triton.jit
+def lane_counts(lanes, cols, BLOCK_COLS: tl.constexpr, COMPUTE: tl.constexpr):
+    """How many columns each lane of a walk has seen: lane i the columns i, i + BLOCK_COLS, ... below cols."""
+    return ((cols - lanes + BLOCK_COLS - 1) // BLOCK_COLS).to(COMPUTE)[None, :]
+
+
+@triton.jit
 def end_walk(state, lanes, cols, eps, IS_CENTERED: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Merge the lanes of a walk: lane i has seen the columns i, i + BLOCK_COLS, ... below cols."""
+    """Merge the lanes of a walk."""
     if IS_CENTERED:
-        count = ((cols - lanes + BLOCK_COLS - 1) // BLOCK_COLS).to(state[0].dtype)[None, :]
+        count = lane_counts(lanes, cols, BLOCK_COLS, state[0].dtype)
         mean = mean_of(tl.sum(count * state[0], 1), cols)
         deviation = state[0] - mean[:, None]
         weighted = count * deviation
         return mean_and_rstd(mean, weighted, state[1] + weighted * deviation, cols, eps, True)
     else:
         return (reciprocal_sqrt(mean_of(tl.sum(state[0], 1), cols) + eps),)
+
+
+@triton.jit
+def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr):
+    """(mean, M2) of lines held in registers, in two steps."""
+    mean = mean_of(tl.sum(tl.where(mask, c, 0.0), 1), cols)
+    deviation = tl.where(mask, c - mean[:, None], 0.0)
+    squares = tl.sum(deviation * deviation, 1)
+    if IS_CORRECTED:
+        off = tl.sum(deviation, 1)  # the rounded mean is off by its mean
+        shift = mean_of(off, cols)
+        mean += shift
+        squares -= off * shift
+        squares = tl.where(squares < 0.0, 0.0, squares)  # unlike a maximum, this keeps NaN
+    return mean, squares
+
+
+@triton.jit
+def merge_lanes(state, count, total):
+    """(mean, M2) of lanes with a count each, a mean and an M2."""
+    mean = mean_of(tl.sum(count * state[0], 1), total)
+    deviation = state[0] - mean[:, None]
+    weighted = count * deviation
+    shift = mean_of(tl.sum(weighted, 1), total)  # by which the rounded mean is off
+    squares = tl.sum(state[1] + weighted * deviation, 1) - tl.sum(weighted, 1) * shift
+    return mean + shift, tl.where(squares < 0.0, 0.0, squares)  # unlike a maximum, this keeps NaN
 
 
 @triton.jit

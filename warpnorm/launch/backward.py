@@ -11,6 +11,7 @@ from warpnorm.codegen.bind import BoundKernel
 from warpnorm.kernels.team import BOXES
 from warpnorm.launch.forward import in_bits, on_device
 from warpnorm.plan import grid
+from warpnorm.plan.grid import Sum
 from warpnorm.plan.plan import LONG_ROW, TEAM, Plan
 from warpnorm.problem import BackwardProblem
 from warpnorm.space import Space
@@ -40,7 +41,7 @@ class BackwardLaunch:
         written = tuple(gradients[i] for i in problem.written)
         statistics = tuple(statistics)
         programs = grid.backward(self.plan, space)
-        sums = [grid.partial_sum(self.plan, space, problem.gradients[i].axes) for i in problem.reduced]
+        sums = [grid.gradient_sum(self.plan, space, problem, i) for i in problem.reduced]
         partials = tuple(torch.empty(s.numel, dtype=problem.compute, device=device) for s in sums)
         before = (space.strides, space.sizes, space.rows)
         with on_device(gradients[0]):
@@ -55,10 +56,8 @@ class BackwardLaunch:
                 programs, read, written, partials, *shared, statistics, *before, space.groups, space.cols
             )
             if self.column_sum is not None:
-                blocks = -(-max(s.width for s in sums) // self.column_sum_plan.block_cols)
                 totals = tuple(gradients[i] for i in problem.reduced)
-                groups, heights, widths = zip(*sums, strict=True)
-                self.column_sum.launch((blocks, len(sums), max(groups)), partials, totals, groups, heights, widths)
+                launch_sums(self.column_sum, self.column_sum_plan, partials, totals, sums)
 
     def _mailbox(self, device: torch.device) -> torch.Tensor:
         """Where the programs of a team leave their sums for each other: one for each stream, whose launches come one after
@@ -75,3 +74,16 @@ class BackwardLaunch:
 
 
 _mailboxes: dict[Any, torch.Tensor] = {}
+
+
+def launch_sums(
+    kernel: BoundKernel,
+    plan: Plan,
+    partials: Sequence[torch.Tensor],
+    totals: Sequence[torch.Tensor],
+    sums: Sequence[Sum],
+) -> None:
+    """`column_sum` of several at once."""
+    blocks = -(-max(s.width for s in sums) // plan.block_cols)
+    groups, heights, widths = zip(*sums, strict=True)
+    kernel.launch((blocks * max(groups), len(sums)), partials, totals, groups, heights, widths, blocks)

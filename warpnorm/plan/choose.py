@@ -1,10 +1,13 @@
 """Which plan runs a problem. Decided by the columns, the dtypes and the device alone, never by the number of rows: a
 row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 unless said, measured on an H200."""
 
+from warpnorm.norms import CHANNEL, GROUPS
 from warpnorm.plan.device import Device
+from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
     COLUMN,
+    FULL,
     TILES,
     BackwardProblem,
     ForwardProblem,
@@ -24,11 +27,17 @@ STAGE_BYTES = 16 * 1024
 TEAM_COLS = 4096
 TEAMS_A_UNIT = 2
 LARGEST_TEAM = 64
+# Programs that share the columns of a line, of pattern `column`
+LARGEST_PARTS = 1024
+ROW_BY_CHANNEL = 4096
 # Shared memory left for what a reduction needs.
 SPARE_SHARED_BYTES = 4 * 1024
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan:
+    is_walked = not _has_whole_rows(problem) or problem.cols_class > _largest_row(problem)
+    if problem.norm.is_by_channel and (is_walked or problem.norm.keeps_variance):
+        return column(problem, device)
     cols = problem.cols_class
     live = _live_words(problem)
     if cols > _largest_row(problem) or live * cols > device.registers_per_unit * 3 // 4:
@@ -63,6 +72,8 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
 
 
 def backward(problem: BackwardProblem, device: Device) -> Plan:
+    if problem.norm.is_by_channel and (not _has_whole_rows(problem) or problem.cols_class > ROW_BY_CHANNEL):
+        return column(problem, device)
     cols = problem.cols_class
     loads = problem.operands + problem.grad_outputs
     # xhat, its gradient and one accumulator for each sum over rows live at once, in half of the registers; beside them, in
@@ -96,6 +107,13 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
     return Plan(LONG_ROW, 1, 1024, 4, device.units * 4, stages=_walk_stages(loads, 1024, device), why=why)
 
 
+def _has_whole_rows(problem: Problem) -> bool:
+    """Whether memory runs along rows, which lie in one piece and have a statistic."""
+    lead = next((o for o in problem.operands if o.axes == FULL), None)
+    is_along = lead is not None and (lead.col_strides[-1].literal == 1 or problem.cols_class == 1)
+    return is_along and not problem.has_pieces and problem.norm.is_computed
+
+
 def _can_exchange(problem: BackwardProblem) -> bool:
     """Messages are two float32 numbers."""
     return problem.needs_grad_xhat and problem.has_vectors and problem.compute.itemsize == 4
@@ -126,6 +144,60 @@ def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand
     stages = _stages(device, per_unit, stage_bytes, in_flight)
     why = f"persistent: sums over rows stay in registers; {stages - 1} blocks of rows in flight, {per_unit} programs a unit"
     return Plan(ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, why=why)
+
+
+def column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
+    """Tiles of lines, wide where memory runs along a line, tall where it runs across lines."""
+    lead = next(o for o in problem.operands if o.axes == FULL)
+    cols, words = problem.cols_class, _words(problem)
+    is_forward = isinstance(problem, ForwardProblem)
+    loads = problem.operands if isinstance(problem, ForwardProblem) else problem.operands + problem.grad_outputs
+    if device.is_interpreter:  # few programs, which run one after another
+        chunks = 1 if cols <= 256 else 0 if problem.norm.rows == CHANNEL else 4
+        return Plan(COLUMN_PATTERN, 32, min(cols, 256), 4, 3, chunks=chunks, why="few programs")
+    if lead.row_strides[-1].literal == 1 and lead.col_strides[-1].literal != 1 and cols > 1:
+        # BatchNorm of 64 x 256 x 56 x 56 fp16, channels last, forward: 52; 51 with 5 programs on a unit and 3 stages
+        block_cols, per_unit = min(cols, 32), 3
+        block_rows = 2048 // words // block_cols
+        # By how many programs the columns of GroupNorm are shared must not depend on the number of samples
+        chunks = 0 if problem.norm.rows == CHANNEL else max(1, min(16, cols // block_cols))
+        stages = min(6, _walk_depth(loads, block_rows * block_cols, per_unit, device))
+        why = "memory runs across the lines"
+        return Plan(
+            COLUMN_PATTERN, block_rows, block_cols, 4, device.units * per_unit, chunks=chunks, stages=stages, why=why
+        )
+    why = "memory runs along the lines"
+    if cols <= 4096 // words:
+        # BatchNorm of 64 x 256 x 56 x 56 fp16 forward: 55 with two lines, 53 with one; backward 44 and 56
+        elements = 8192 if is_forward and cols == 4096 else 4096 if problem.has_vectors else 2048
+        return Plan(COLUMN_PATTERN, max(1, elements // words // cols), cols, 4, why=why)
+    # BatchNorm of 256 x 64 x 112 x 112 fp16 forward: 62, with one line of 2048 columns 57; backward 61 and 63
+    block_rows, block_cols = (2, 1024 // words) if is_forward else (1, 2048 // words)
+    chunks = max(16384 // words // block_cols, cols // (block_cols * LARGEST_PARTS))
+    stages = min(4 if is_forward else 5, _walk_depth(loads, block_rows * block_cols, 4, device))
+    return Plan(COLUMN_PATTERN, block_rows, block_cols, 4, chunks=chunks, stages=stages, why=why)
+
+
+def _walk_depth(loads: tuple[Operand, ...], elements: int, per_unit: int, device: Device) -> int:
+    """As many stages as shared memory has room for."""
+    stage_bytes = max(_loaded_bytes(loads, elements), 1)
+    return 1 + max(0, (device.shared_bytes // per_unit - SPARE_SHARED_BYTES) // stage_bytes)
+
+
+def column_merge(problem: ForwardProblem, device: Device) -> Plan:
+    return Plan(COLUMN_PATTERN, 4, 256, 4, why="a tile of rows and their pieces")
+
+
+def line_sum(problem: BackwardProblem, device: Device) -> Plan:
+    """Partial sums of norms by channel: many for each channel, few for each group of them."""
+    if problem.norm.rows == GROUPS:
+        return Plan(ROW, 32, 16, 1, why="small blocks")
+    return Plan(ROW, 256, 16, 8, why="tall blocks, so that few steps are enough")
+
+
+def tall_sum(problem: BackwardProblem, device: Device) -> Plan:
+    """Of sums that are one number for many partial ones."""
+    return Plan(ROW, 2048, 1, 4, why="one column")
 
 
 def column_sum(problem: BackwardProblem, device: Device) -> Plan:

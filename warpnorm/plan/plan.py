@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 ROW = "row"
 LONG_ROW = "long_row"
 TEAM = "team"
+COLUMN = "column"
 
 
 @dataclass(frozen=True)
 class Plan:
     """`programs`: how many persistent programs share the rows; 0 is one for each block of rows.
     `splits`: how many programs are a team, which shares a row.
-    `chunks`: how many blocks of columns, one after another, are one program's part of it.
+    `chunks`: how many blocks of columns, one after another, are one program's part of it (`team`, `column`); 0 in `column`
+    is as many as leave `programs` in all.
     `stages`: the depth of the software pipeline of loads.
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (backward).
     `why`: what the choice followed from; it makes no difference between plans."""
@@ -26,3 +28,8 @@ class Plan:
     stages: int = 1
     recomputes: bool = False
     why: str = field(default="", compare=False)
+
+    @property
+    def is_walked(self) -> bool:
+        """Whether a program of pattern `column` has many blocks of columns of the same lines."""
+        return self.chunks != 1

@@ -14,7 +14,7 @@ from warpnorm.errors import (
     WarpnormError,
 )
 from warpnorm.explain import explain
-from warpnorm.functional import layer_norm, rms_norm
+from warpnorm.functional import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from warpnorm.fuse import fuse
 from warpnorm.version import VERSION
 
@@ -27,8 +27,11 @@ __all__ = [
     "SettingError",
     "UnavailableError",
     "WarpnormError",
+    "batch_norm",
     "explain",
     "fuse",
+    "group_norm",
+    "instance_norm",
     "layer_norm",
     "nn",
     "rms_norm",

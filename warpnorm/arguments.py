@@ -76,11 +76,110 @@ def check_parameter(name: str, what: str, parameter: Any, input: torch.Tensor, s
         raise InputError(f"{name}: {what} is on {parameter.device}, but input is on {input.device}")
 
 
+def check_channels(name: str, input: Any) -> int:
+    """The number of channels of an input (N, C, ...). PyTorch also takes one of no elements in one dimension."""
+    check_input(name, input)
+    if input.ndim < 2 and input.numel() != 0:
+        raise InputError(
+            f"{name}: input has shape {tuple(input.shape)}, but must have at least 2 dimensions: (N, C) or (N, C, ...)"
+        )
+    return input.shape[1] if input.ndim > 1 else 0
+
+
+def check_vector(name: str, what: str, vector: Any, input: torch.Tensor, channels: int) -> None:
+    """A weight, a bias or a running statistic: one number for each channel."""
+    if vector is None:
+        return
+    if not isinstance(vector, torch.Tensor):
+        raise InputTypeError(f"{name}: {what} must be a tensor, but is a {type(vector).__name__}")
+    if vector.dtype not in DTYPES:
+        raise InputError(f"{name}: {what} has dtype {vector.dtype}, but must be float64, float32, float16 or bfloat16")
+    if tuple(vector.shape) != (channels,):
+        raise InputError(
+            f"{name}: {what} has shape {tuple(vector.shape)}, but input has shape {tuple(input.shape)}, so it must have "
+            f"shape ({channels},)"
+        )
+    if vector.device != input.device:
+        raise InputError(f"{name}: {what} is on {vector.device}, but input is on {input.device}")
+
+
+def check_running(
+    name: str, running_mean: Any, running_var: Any, input: torch.Tensor, channels: int, is_updated: bool
+) -> None:
+    """The running statistics: written where `is_updated`, needed where they are not."""
+    buffers = {"running_mean": running_mean, "running_var": running_var}
+    missing = [what for what, buffer in buffers.items() if buffer is None]
+    if missing and not is_updated:
+        flag = "training" if name == "batch_norm" else "use_input_stats"
+        raise InputError(
+            f"{name}: running_mean and running_var must be given where {flag} is False, but {' and '.join(missing)} "
+            f"{'are' if len(missing) == 2 else 'is'} None"
+        )
+    if len(missing) == 1:
+        raise InputError(
+            f"{name}: running_mean and running_var must both be given or both be None, but {missing[0]} is"
+        )
+    for what, buffer in buffers.items():
+        if buffer is None:
+            continue
+        check_vector(name, what, buffer, input, channels)
+        if buffer.requires_grad and torch.is_grad_enabled():
+            raise InputError(f"{name}: {what} requires a gradient, but a running statistic has none: detach it")
+        if is_updated and overlaps_itself(buffer):
+            raise InputError(
+                f"{name}: {what} has elements that share memory (strides {buffer.stride()}), so it cannot be updated"
+            )
+
+
+def check_groups(name: str, num_groups: Any, input: torch.Tensor, channels: int) -> int:
+    try:
+        if isinstance(num_groups, bool):
+            raise TypeError
+        groups = operator.index(num_groups)
+    except TypeError:
+        raise InputTypeError(f"{name}: num_groups must be an int, but is a {type(num_groups).__name__}") from None
+    if groups <= 0:
+        raise InputError(f"{name}: num_groups is {groups}, but must be positive")
+    if channels % groups:
+        raise InputError(
+            f"{name}: num_groups is {groups}, but must divide the {channels} channels of an input of shape "
+            f"{tuple(input.shape)}"
+        )
+    return groups
+
+
+def check_several(name: str, of_what: str, input: torch.Tensor, count: int = 1) -> int:
+    """How many values share a statistic, `count` at each position. One alone would become zero, whatever it is; the words
+    are PyTorch's, for those who look for them."""
+    count *= math.prod(input.shape[2:])
+    if count == 1:
+        raise InputError(f"{name}: Expected more than 1 {of_what}, but input has shape {tuple(input.shape)}")
+    return count
+
+
+def check_flag(name: str, what: str, flag: Any) -> bool:
+    if not isinstance(flag, bool):
+        raise InputTypeError(f"{name}: {what} must be a bool, but is a {type(flag).__name__}")
+    return flag
+
+
+def check_number(name: str, what: str, number: Any) -> float:
+    is_scalar = isinstance(number, torch.Tensor) and number.ndim == 0 and not number.is_complex()
+    if not (is_scalar or isinstance(number, Real)):
+        raise InputTypeError(f"{name}: {what} must be a float, but is a {type(number).__name__}")
+    return float(number)
+
+
 def check_eps(name: str, eps: Any) -> float:
-    is_number = isinstance(eps, Real) or (isinstance(eps, torch.Tensor) and eps.ndim == 0 and not eps.is_complex())
-    if not is_number:
-        raise InputTypeError(f"{name}: eps must be a float, but is a {type(eps).__name__}")
-    return float(eps)
+    return check_number(name, "eps", eps)
+
+
+def check_batch_eps(name: str, eps: Any, training: bool) -> float:
+    eps = check_eps(name, eps)
+    if eps < 0 or (training and eps == 0):
+        allowed = "positive in training" if training else "non-negative"
+        raise InputError(f"{name}: eps must be {allowed}, but is {eps}")
+    return eps
 
 
 def check_weight_offset(name: str, weight_offset: Any, weight: Any) -> float:
@@ -94,7 +193,8 @@ def check_weight_offset(name: str, weight_offset: Any, weight: Any) -> float:
 
 
 def check_out(name: str, out: Any, input: torch.Tensor, operands: Sequence[torch.Tensor | float | None]) -> None:
-    """`out` may be the input itself; any other overlap would be read after it was written."""
+    """`out` may be the input itself; any other overlap would be read after it was written. `operands` are weight, bias
+    and the running statistics, or the first of these."""
     if not isinstance(out, torch.Tensor):
         raise InputTypeError(f"{name}: out must be a tensor, but is a {type(out).__name__}")
     for what, given, wanted in (
@@ -115,7 +215,8 @@ def check_out(name: str, out: Any, input: torch.Tensor, operands: Sequence[torch
         raise InputError(
             f"{name}: out has elements that share memory (strides {out.stride()}), so it cannot be written"
         )
-    for what, tensor in zip(("input", "weight", "bias"), (input, *operands), strict=False):
+    names = ("input", "weight", "bias", "running_mean", "running_var")
+    for what, tensor in zip(names, (input, *operands), strict=False):
         if (
             isinstance(tensor, torch.Tensor)
             and overlap(out, tensor)

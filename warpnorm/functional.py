@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from warpnorm import arguments, pipeline, reference, settings
-from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
-from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, Call
-from warpnorm.reference import Affine, Itself
+from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
+from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, Call, compute_dtype
+from warpnorm.reference import Affine, FixedAffine, Itself
 
 Shape = int | Sequence[int]
 # What PyTorch's operators raise on input that the checked path below either takes or refuses in one clear sentence.
-REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def layer_norm(
@@ -121,6 +122,181 @@ def rms_norm(
     return (output, *statistics) if return_stats else output
 
 
+def batch_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    out: torch.Tensor | None = None,
+    return_stats: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Batch normalization, as `torch.nn.functional.batch_norm`: each channel of an input (N, C, ...) by its own mean and
+    variance in training, by the running ones otherwise. In training the running statistics, where given, are updated in
+    place: `(1 - momentum) * running + momentum * new`, of the unbiased variance.
+
+    By keyword, beyond PyTorch:
+        out: write the result here; may be `input` itself. Refused where a gradient is needed.
+        return_stats: return `(output, mean, rstd)`; the statistics have shape (C,), are float32 (float64 where input or
+            parameters are), and carry no gradient. In evaluation they are those of the running statistics.
+
+    Weight, bias and running statistics may have other dtypes than `input`, and keep them. The result has the dtype and
+    the memory format of `input`. A call that raises has not touched the running statistics.
+    """
+    if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
+        return handle_torch_function(
+            batch_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
+            training, momentum, eps, out=out, return_stats=return_stats,
+        )  # fmt: skip
+    if out is None and not return_stats and _takes_operators(input):
+        try:
+            if training:
+                is_safe = input.numel() > input.shape[1] and _may_write(input, running_mean, running_var, weight, bias)
+            else:
+                is_safe = input.numel() > 0 and _are_vectors(weight, bias)
+            if is_safe and eps > 0:
+                return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
+        except REFUSALS:
+            pass
+    name = "batch_norm"
+    channels = arguments.check_channels(name, input)
+    training = arguments.check_flag(name, "training", training)
+    momentum = arguments.check_number(name, "momentum", momentum)
+    eps = arguments.check_batch_eps(name, eps, training)
+    _check_tensors(name, input, channels, weight, bias, running_mean, running_var, training, out)
+    if not training:
+        return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats)
+    count = arguments.check_several(name, "value per channel when training", input, input.shape[0])
+    if _takes_kernels(input, weight, bias, running_mean, running_var):
+        output, mean, rstd, variance = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out)
+        update_running(running_mean, running_var, mean, variance, count, momentum)
+        return (output, mean, rstd) if return_stats else output
+    statistics = _statistics(input, 0, weight, bias, eps) if return_stats else ()
+    output = reference.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
+    return _returned(output, out, statistics)
+
+
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    out: torch.Tensor | None = None,
+    return_stats: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Group normalization, as `torch.nn.functional.group_norm`: the channels of each sample of an input (N, C, ...) in
+    `num_groups` groups of neighbours, each by its own mean and variance.
+
+    The keywords are those of `batch_norm`, and so are the dtypes that it takes; the statistics have shape
+    (N, num_groups).
+    """
+    if has_torch_function_variadic(input, weight, bias):
+        return handle_torch_function(
+            group_norm, (input, weight, bias), input, num_groups, weight, bias, eps, out=out, return_stats=return_stats
+        )
+    if out is None and not return_stats and _takes_operators(input):
+        try:
+            if input.numel() > num_groups and (weight is not None or bias is None):
+                return torch.group_norm(input, num_groups, weight, bias, eps, False)
+        except REFUSALS:
+            pass
+    name = "group_norm"
+    channels = arguments.check_channels(name, input)
+    groups = arguments.check_groups(name, num_groups, input, channels)
+    eps = arguments.check_eps(name, eps)
+    _check_tensors(name, input, channels, weight, bias, None, None, True, out)
+    arguments.check_several(name, "value per group", input, input.shape[0] * channels // groups)
+    if _takes_kernels(input, weight, bias):
+        output, mean, rstd = _by_channel_kernels(GROUP_NORM, input, groups, weight, bias, eps, out)
+        return (output, mean.view(-1, groups), rstd.view(-1, groups)) if return_stats else output
+    statistics = _statistics(input, groups, weight, bias, eps) if return_stats else ()
+    return _returned(reference.group_norm(input, groups, weight, bias, eps), out, statistics)
+
+
+def instance_norm(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None = None,
+    running_var: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    out: torch.Tensor | None = None,
+    return_stats: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Instance normalization, as `torch.nn.functional.instance_norm`: each channel of each sample of an input (N, C, ...) by
+    its own mean and variance, or without `use_input_stats` by the running ones. With it the running statistics, where
+    given, are updated as in `batch_norm`, by what is new in the mean over all samples.
+
+    The keywords are those of `batch_norm`, and so are the dtypes that it takes; the statistics have shape (N, C).
+    """
+    if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
+        return handle_torch_function(
+            instance_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
+            use_input_stats, momentum, eps, out=out, return_stats=return_stats,
+        )  # fmt: skip
+    if out is None and not return_stats and _takes_operators(input):
+        try:
+            flags = (use_input_stats, momentum, eps, False)
+            if use_input_stats:
+                is_safe = input.numel() > input.shape[0] * input.shape[1]
+                if is_safe and _may_write(input, running_mean, running_var, weight, bias):
+                    output = torch.instance_norm(input, weight, bias, running_mean, running_var, *flags)
+                    return reference.in_format_of(input, output)
+            elif input.numel() > 0 and _are_vectors(weight, bias):  # nothing is left that tells samples apart
+                return torch.batch_norm(input, weight, bias, running_mean, running_var, *flags)
+        except REFUSALS:
+            pass
+    name = "instance_norm"
+    channels = arguments.check_channels(name, input)
+    use_input_stats = arguments.check_flag(name, "use_input_stats", use_input_stats)
+    momentum = arguments.check_number(name, "momentum", momentum)
+    eps = arguments.check_eps(name, eps)
+    _check_tensors(name, input, channels, weight, bias, running_mean, running_var, use_input_stats, out)
+    if not use_input_stats:
+        return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats, input.shape[0])
+    count = arguments.check_several(name, "spatial element when training", input)
+    if _takes_kernels(input, weight, bias, running_mean, running_var):
+        norm = GROUP_NORM if running_mean is None else TRACKED_NORM
+        output, *rows = _by_channel_kernels(norm, input, channels, weight, bias, eps, out)
+        mean, rstd, *variance = (row.view(-1, channels) for row in rows)
+        if variance:
+            update_running(running_mean, running_var, mean, variance[0], count, momentum)
+        return (output, mean, rstd) if return_stats else output
+    statistics = _statistics(input, channels, weight, bias, eps) if return_stats else ()
+    output = reference.instance_norm(input, running_mean, running_var, weight, bias, momentum, eps)
+    return _returned(output, out, statistics)
+
+
+def update_running(
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    count: int,
+    momentum: float,
+) -> None:
+    """Average into the running statistics a mean and a biased variance, (C,) or (N, C), each of `count` values."""
+    if running_mean is None or running_var is None:
+        return
+    with torch.no_grad():
+        unbiased = count / (count - 1)
+        for running, new, factor in ((running_mean, mean, momentum), (running_var, variance, momentum * unbiased)):
+            new = new.mean(0) if new.ndim == 2 else new
+            wide = running.to(compute_dtype([running.dtype, new.dtype]))  # itself, where it is no narrower
+            wide.mul_(1 - momentum).add_(new, alpha=factor)
+            if wide is not running:
+                running.copy_(wide)
+
+
 def _is_zero(weight_offset: float) -> bool:
     return type(weight_offset) is float and weight_offset == 0.0
 
@@ -130,6 +306,131 @@ def _takes_operators(input: torch.Tensor) -> bool:
     operator refuses is checked after all."""
     is_plain = isinstance(input, torch.Tensor) and input.is_cpu and settings.current().route != "kernels"
     return is_plain and not torch.compiler.is_compiling()  # a compiler would not see the refusal
+
+
+def _are_vectors(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    return (weight is None or weight.ndim == 1) and (bias is None or bias.ndim == 1)
+
+
+def _may_write(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> bool:
+    """Whether PyTorch's operators, if they refuse these tensors, do so before they write the running statistics: they do
+    not where a bias has another dtype, a weight lies elsewhere, or the elements of running_var share memory."""
+    if running_mean is None or running_var is None:
+        return _are_vectors(weight, bias)
+    dtype = running_mean.dtype
+    return (
+        (dtype is input.dtype or (dtype is torch.float32 and input.dtype in HALVES))
+        and running_var.dtype is dtype
+        and (weight is None or (weight.dtype is dtype and weight.ndim == 1 and weight.is_cpu))
+        and (bias is None or (bias.dtype is dtype and bias.ndim == 1 and bias.is_cpu))
+        and (running_mean.is_cpu and (running_mean.is_contiguous() or running_mean.stride(0) > 0))
+        and (running_var.is_cpu and (running_var.is_contiguous() or running_var.stride(0) > 0))
+    )
+
+
+def _takes_kernels(input: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
+    return input.numel() > 0 and pipeline.route(input, *tensors) == "kernels"
+
+
+def _check_tensors(
+    name: str,
+    input: torch.Tensor,
+    channels: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    is_updated: bool,
+    out: torch.Tensor | None,
+) -> None:
+    arguments.check_vector(name, "weight", weight, input, channels)
+    arguments.check_vector(name, "bias", bias, input, channels)
+    arguments.check_running(name, running_mean, running_var, input, channels, is_updated)
+    if out is not None:
+        arguments.check_out(name, out, input, (weight, bias, running_mean, running_var))
+
+
+def _statistics(
+    input: torch.Tensor, groups: int, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.channel_statistics(input, groups, eps, _dtype_of_statistics(input, weight, bias))
+
+
+def _dtype_of_statistics(*tensors: torch.Tensor | None) -> torch.dtype:
+    return compute_dtype([tensor.dtype for tensor in tensors if tensor is not None])
+
+
+def _returned(
+    output: torch.Tensor, out: torch.Tensor | None, statistics: tuple[torch.Tensor, ...]
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    if out is not None:
+        output = out.copy_(output)
+    return (output, *statistics) if statistics else output
+
+
+def _by_running(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None,
+    return_stats: bool,
+    samples: int | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """By the running statistics, which are returned once, or for each of `samples`."""
+    assert running_mean is not None
+    assert running_var is not None
+    statistics: tuple[torch.Tensor, ...] = ()
+    if return_stats:
+        dtype = _dtype_of_statistics(input, weight, bias)
+        statistics = reference.fixed_statistics(running_mean, running_var, eps, dtype)
+        if samples is not None:
+            statistics = tuple(statistic.repeat(samples, 1) for statistic in statistics)
+    if _takes_kernels(input, weight, bias, running_mean, running_var):
+        fixed = (running_mean, running_var)
+        output = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out, fixed)[0]
+        return (output, *statistics) if return_stats else output
+    output = reference.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+    return _returned(output, out, statistics)
+
+
+def _by_channel_kernels(
+    norm: Norm,
+    input: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None,
+    fixed: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(output, mean, rstd), and the biased variance where the norm keeps it, with one number a row. `groups` is 0 for batch
+    norm; `fixed` are its running statistics in evaluation."""
+    mask = (False, True, *[False] * (input.ndim - 2))
+    parameters = [_by_channel(p, input) for p in (*(fixed or ()), weight, bias) if p is not None]
+    epilogue: Affine | FixedAffine = Affine(weight is not None, bias is not None)
+    if fixed is not None:
+        norm, epilogue = FIXED_NORM, FixedAffine(eps, weight is not None, bias is not None)
+    call = Call(
+        norm, 1, eps, Itself(), epilogue, (FULL, *[mask] * len(parameters)), (input.dtype,), groups=groups
+    )  # fmt: skip
+    output, *statistics = pipeline.normalize(call, [input, *parameters], out)
+    if fixed is not None:
+        mean, variance = (buffer.detach().to(compute_dtype([input.dtype])) for buffer in fixed)
+        return output, mean, torch.rsqrt(variance + eps)
+    return output, *statistics
+
+
+def _by_channel(parameter: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return _spread(parameter).view(-1, *[1] * (input.ndim - 2))
 
 
 def _spread(parameter: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, leader
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import LONG_ROW, Plan
-from warpnorm.problem import NUMBER, TILES, BackwardProblem, ForwardProblem, Operand, View, operand_name
+from warpnorm.plan.plan import COLUMN, LONG_ROW, Plan
+from warpnorm.problem import NUMBER, TILES, BackwardProblem, Call, ForwardProblem, Operand, View, operand_name
 from warpnorm.space import Space
 
 DEFAULT_TARGET = "sm_90"
@@ -132,7 +132,9 @@ def _explanation(
     call, operands = arrange(prepared, tensors)
     views = [View.of(operand) for operand in operands] + [View.of(0)] * (2 * prepared.captured.draws)
     shape = torch.broadcast_shapes(*(o.shape for o in operands))  # type: ignore[union-attr]
-    outputs = [View.of(torch.empty(shape, dtype=dtype, device="meta")) for dtype in call.outputs]
+    outputs = [
+        View.of(pipeline.empty_output(call, operands, shape, dtype, torch.device("meta"))) for dtype in call.outputs
+    ]
     problem, space = pipeline.forward_problem(call, (*views, *outputs))
     wanted = tuple(i for i, o in enumerate(operands) if isinstance(o, torch.Tensor) and o.requires_grad)
     backward = None
@@ -149,7 +151,7 @@ def _explanation(
     )
     return Explanation(
         name=getattr(fused, "__qualname__", "function"),
-        norm=f"{call.norm.name} over the last {call.col_dims} of {len(shape)} dimensions, eps {call.eps:g}",
+        norm=_norm(call, len(shape)),
         prologue=_readable(str(call.prologue), names),
         epilogue=_readable(str(call.epilogue), names),
         operands=described,
@@ -159,6 +161,13 @@ def _explanation(
         forward=_forward(problem, space, views, outputs, device, asm),
         backward=backward,
     )
+
+
+def _norm(call: Call, dims: int) -> str:
+    if not call.norm.is_by_channel:
+        return f"{call.norm.name} over the last {call.col_dims} of {dims} dimensions, eps {call.eps:g}"
+    of = f" of {call.groups} groups of channels" if call.groups else ", channel by channel"
+    return f"{call.norm.name}{of}, eps {call.eps:g}"
 
 
 def _route(tensors: Sequence[torch.Tensor], device: torch.device) -> str:
@@ -178,18 +187,33 @@ def _forward(
 ) -> Direction:
     plan = choose.forward(problem, device)
     least = _bytes(views, problem.operands) + _bytes(outputs, problem.outputs)
-    statistics = len(problem.norm.statistics) * space.rows * problem.compute.itemsize
-    again = _bytes(views, problem.operands, TILES) if plan.pattern == LONG_ROW else 0
+    statistics = len(problem.norm.statistics) * space.statistics * problem.compute.itemsize
+    is_read_twice = plan.pattern == LONG_ROW or (plan.pattern == COLUMN and problem.norm.is_computed)
+    again = _bytes(views, problem.operands, TILES) if is_read_twice else 0
     listings: dict[str, Any] = {}
     name = f"{plan.pattern}_forward_kernel"
+    launches: tuple[tuple[str, tuple[int, ...]], ...] = ((name, grid.forward(plan, space)),)
+    if plan.pattern == COLUMN:
+        launches = _column_launches(problem, plan, space, name, device)
     if asm:
         from warpnorm.codegen import bind, listing
 
         listings[name] = listing.read(bind.forward(problem, plan, device, 0))
-    launches = ((name, grid.forward(plan, space)),)
+        of_lines = bind.line_statistics(problem, plan, device, 0)
+        if of_lines is not None:
+            listings["column_statistics_kernel"] = listing.read(of_lines)
     return Direction(
         problem, plan, pointwise.forward_source(problem), launches, least + statistics + again, least, listings
     )
+
+
+def _column_launches(
+    problem: ForwardProblem, plan: Plan, space: Space, name: str, device: Device
+) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    programs = grid.column(plan, space)
+    blocks = -(-space.statistics // choose.column_merge(problem, device).block_rows)
+    before = (("column_statistics_kernel", programs), ("column_merge_kernel", (blocks, 1)))
+    return (*(before if problem.norm.is_computed else ()), (name, programs))
 
 
 def _backward(
@@ -202,29 +226,39 @@ def _backward(
     read = sum(_bytes([views[i]], [problem.operands[i]]) for i in loaded) + _bytes(grads, problem.grad_outputs)
     written = sum(_bytes([views[i]], [problem.operands[i]]) for i in problem.wanted)
     tiles = _bytes(views, problem.operands, TILES) + _bytes(grads, problem.grad_outputs)
-    has_sums = plan.pattern == LONG_ROW and problem.needs_grad_xhat
+    has_sums = plan.pattern in (LONG_ROW, COLUMN) and problem.needs_grad_xhat and problem.norm.is_computed
     times = 2 if has_sums else 1
-    statistics = len(problem.norm.statistics) * space.rows * problem.compute.itemsize * (1 + 2 * has_sums)
-    sums = [grid.partial_sum(plan, space, problem.gradients[i].axes) for i in problem.reduced]
+    statistics = len(problem.norm.statistics) * space.statistics * problem.compute.itemsize * (1 + 2 * has_sums)
+    sums = [grid.gradient_sum(plan, space, problem, i) for i in problem.reduced]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), grid.backward(plan, space))]
-    if has_sums:
-        launches.insert(0, ("long_row_sums_kernel", (space.rows, 1)))
     sum_plan = choose.column_sum(problem, device)
+    if plan.pattern == COLUMN:
+        launches = [(_kernel_name(plan), grid.column(plan, space))]
+        sum_plan = choose.line_sum(problem, device)
+    if has_sums:
+        programs = grid.column(plan, space) if plan.pattern == COLUMN else (space.rows, 1)
+        of_pieces = [("column_sum_kernel", _sum_grid([grid.pieces(plan, space)] * 2, sum_plan))]
+        of_pieces = of_pieces if plan.pattern == COLUMN else []
+        launches = [(f"{plan.pattern}_sums_kernel", programs), *of_pieces, *launches]
     if sums:
-        blocks = -(-max(s.width for s in sums) // sum_plan.block_cols)
-        launches.append(("column_sum_kernel", (blocks, len(sums), max(s.groups for s in sums))))
+        launches.append(("column_sum_kernel", _sum_grid(sums, sum_plan)))
     listings: dict[str, Any] = {}
     if asm:
         from warpnorm.codegen import bind, listing
 
         kernels = {_kernel_name(plan): bind.backward(problem, plan, device, 0)}
-        kernels["long_row_sums_kernel"] = bind.backward_sums(problem, plan, device, 0)
+        kernels[f"{plan.pattern}_sums_kernel"] = bind.backward_sums(problem, plan, device, 0)
         kernels["column_sum_kernel"] = bind.column_sum(problem, sum_plan, device, 0)
         listings = {name: listing.read(kernel) for name, kernel in kernels.items() if kernel is not None}
     least = read + written
     moved = least + (times - 1) * tiles + statistics + partials
     return Direction(problem, plan, pointwise.backward_source(problem), tuple(launches), moved, least, listings)
+
+
+def _sum_grid(sums: Sequence[grid.Sum], plan: Plan) -> tuple[int, int]:
+    blocks = -(-max(s.width for s in sums) // plan.block_cols)
+    return blocks * max(s.groups for s in sums), len(sums)
 
 
 def _kernel_name(plan: Plan) -> str:

@@ -22,9 +22,15 @@ from warpnorm.trace import environment, fusion, handlers
 
 LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
 MANY_CAPTURES = 32
-LARGEST_GROUPS = 65535  # programs along the last axis of a grid, where `column_sum` has the groups of rows
+LARGEST_GROUPS = 65535  # programs along the second axis of a grid, where `long_row` has the groups of rows
 NOTHING: Any = object()
-HANDLERS = handlers.TORCH | {functional.layer_norm: handlers.layer_norm, functional.rms_norm: handlers.rms_norm}
+HANDLERS = handlers.TORCH | {
+    functional.layer_norm: handlers.layer_norm,
+    functional.rms_norm: handlers.rms_norm,
+    functional.batch_norm: handlers.batch_norm,
+    functional.group_norm: handlers.group_norm,
+    functional.instance_norm: handlers.instance_norm,
+}
 NORMS = {norm.name: norm for norm in norms.ALL}
 
 
@@ -107,6 +113,8 @@ class Fused:
         if prepared.captured.draws:
             operands += draw(leader(request.tensors).device)
         outputs = pipeline.normalize(call, operands)
+        for effect in prepared.captured.effects:
+            apply_effect(effect, call, outputs, request.tensors)
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
 
@@ -183,7 +191,8 @@ def fuse(function: Callable[..., Any]) -> Fused:
             h = residual + F.silu(x)
             return F.layer_norm(h, h.shape[-1:], weight, bias), h
 
-    The norm is torch's or warpnorm's, layer_norm or rms_norm, a function or a module. What comes before and after it must be
+    The norm is torch's or warpnorm's, a function or a module, over rows or by channel (batch_norm, group_norm,
+    instance_norm; running statistics are averaged as ever). What comes before and after it must be
     elementwise: everything before the norm that its results depend on is computed again in backward, nothing in between is
     written to memory. Works on functions, lambdas, closures, methods and the `forward` of modules; tensors that the
     function reads from outside are read anew at every call and get gradients.
@@ -211,9 +220,12 @@ def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, 
             operands[k] = operand = operand.to(device)
         if not operand.requires_grad or not torch.is_grad_enabled():
             continue
-        rows, cols = axes[k][: len(axes[k]) - call.col_dims], axes[k][len(axes[k]) - call.col_dims :]
+        row_dims = 2 if call.norm.is_by_channel else len(axes[k]) - call.col_dims
+        rows, cols = axes[k][:row_dims], axes[k][row_dims:]
         is_partial = any(cols) and not all(cols)
-        if any(rows) and not all(rows) and not is_partial:
+        if call.norm.is_by_channel:  # of lines, or of everything
+            is_partial = is_partial or (any(cols) and not all(rows))
+        elif any(rows) and not all(rows) and not is_partial:
             groups = groups or rows
             is_partial = rows != groups or prod(operand.shape[: operand.ndim - call.col_dims]) > LARGEST_GROUPS
         if is_partial:
@@ -222,6 +234,22 @@ def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, 
     if tuple(axes) != call.axes:
         call = replace(call, axes=tuple(axes))
     return call, operands
+
+
+def apply_effect(
+    effect: fusion.Average | fusion.Count, call: Call, results: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> None:
+    """What a call changes beside what it returns."""
+    if isinstance(effect, fusion.Count):
+        with torch.no_grad():
+            effect.counter(tensors).add_(effect.number)
+        return
+    mean, _, variance = (statistic.detach() for statistic in results[len(call.outputs) :])
+    channels = effect.mean(tensors).numel()
+    count = results[0].numel() // mean.numel()
+    if call.groups:
+        mean, variance = mean.view(-1, channels), variance.view(-1, channels)
+    functional.update_running(effect.mean(tensors), effect.variance(tensors), mean, variance, count, effect.momentum)
 
 
 def draw(device: torch.device) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from warpnorm.problem import NUMBER, Axes, Call, Literal, compute_dtype, operand
 from warpnorm.space import Gradients
 from warpnorm.trace import capture, differentiate
 from warpnorm.trace.expression import CAST, DROPOUT, Constant, Expression, Ref, Step
-from warpnorm.trace.record import Calls, Fakes, Move, NormCall, Recorded, Recorder, Result, Source
+from warpnorm.trace.record import Calls, Counted, Fakes, Move, NormCall, Recorded, Recorder, Result, Running, Source
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -51,6 +51,23 @@ class Output:
 
 
 @dataclass(frozen=True)
+class Average:
+    """Running statistics that the norm's own are averaged into after a call."""
+
+    mean: Input
+    variance: Input
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Count:
+    """A counter that a call adds a number to."""
+
+    counter: Input
+    number: int
+
+
+@dataclass(frozen=True)
 class Captured:
     """A call, which of the user's tensors its operands are, and the leaves of what the user's function returns: an Output,
     an Input, or anything else that stands for itself. Two numbers, a seed and an offset, follow the operands where
@@ -65,6 +82,7 @@ class Captured:
     guards: tuple[Any, ...]
     names: tuple[str, ...]
     shapes: tuple[Any, ...] = ()  # the only ones that it serves, where no symbols could stand for them
+    effects: tuple[Average | Count, ...] = ()
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
         return {symbol: tensors[i].shape[dim] for symbol, (i, dim) in self.symbols.items()}
@@ -122,8 +140,8 @@ def _cut(
     norm = recorder.norm
     if norm is None:
         raise FusionError(
-            f"{_place(function)}the function holds no norm, and nothing else can be fused; call layer_norm or rms_norm in "
-            "it, of torch or of warpnorm"
+            f"{_place(function)}the function holds no norm, and nothing else can be fused; call one of torch's or of "
+            "warpnorm's in it"
         )
     if isinstance(norm.c, Literal):
         raise FusionError(f"{norm.line}: the norm is of a constant; normalize a tensor that depends on an argument")
@@ -159,11 +177,25 @@ def _cut(
     if recorder.dropouts:
         axes = (*axes, NUMBER, NUMBER)
     detached = tuple(k for k, value in enumerate(outputs) if not _is_differentiable(value))
-    call = Call(norms[norm.norm], norm.col_dims, norm.eps, prologue, epilogue, axes, dtypes, compute, detached)
+    call = Call(
+        norms[norm.norm], norm.col_dims, norm.eps, prologue, epilogue, axes, dtypes, compute, detached, norm.groups
+    )
     _check_operators(call, [source.fake.dtype for source in builder.sources])
     inputs = tuple(Input(source.index, source.moves) for source in builder.sources)
     shown = tuple(names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
-    return Captured(call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown)
+    return Captured(
+        call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown,
+        effects=tuple(map(_effect, recorder.effects)),
+    )  # fmt: skip
+
+
+def _effect(effect: Running | Counted) -> "Average | Count":
+    def of(source: Source) -> Input:
+        return Input(source.index, source.moves)
+
+    if isinstance(effect, Counted):
+        return Count(of(effect.source), effect.number)
+    return Average(of(effect.mean), of(effect.variance), effect.momentum)
 
 
 def _place(function: Any) -> str:

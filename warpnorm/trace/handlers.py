@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from warpnorm.errors import InputError
-from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
+from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
+from warpnorm.trace.record import average, normalize, refuse, relabel
 from warpnorm.trace.record import dropout as drop
-from warpnorm.trace.record import normalize, refuse, relabel
 
 
 @cache
@@ -52,7 +52,7 @@ def _norm(norm: Norm, given: dict[str, Any]) -> torch.Tensor:
             raise InputError(f"{norm.name}: {what} has shape {tuple(parameter.shape)}, but normalized_shape is {shape}")
     if c.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
         c = c.to(torch.promote_types(c.dtype, torch.float32))  # norms are among what autocast computes in float32
-    output = normalize(c, len(shape), norm.name, float(given["eps"]))
+    output = normalize(c, len(shape), norm.name, float(given["eps"]), 0)
     if weight is not None:
         output = output * (weight + given["weight_offset"] if given.get("weight_offset") else weight)
     if bias is not None:
@@ -89,8 +89,78 @@ def dropout(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return input.copy_(result) if is_inplace else result
 
 
-def unsupported(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    raise refuse(func.__name__, "its rows do not lie along the last dimensions", "use layer_norm or rms_norm")
+def batch_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    given = _by_name(torch.batch_norm, F.batch_norm, func, args, kwargs)
+    return _channel_norm(BATCH_NORM, given, given["training"])
+
+
+def group_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    given = _bound(F.group_norm if func is torch.group_norm else func, args, kwargs)
+    groups, channels = int(given["num_groups"]), given["input"].shape[1]
+    if groups <= 0 or channels % groups:
+        raise InputError(f"group_norm: num_groups is {groups}, but must divide the {channels} channels of the input")
+    return _channel_norm(GROUP_NORM, given, True, groups)
+
+
+def instance_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    given = _by_name(torch.instance_norm, F.instance_norm, func, args, kwargs)
+    return _channel_norm(GROUP_NORM, given, given["use_input_stats"], int(given["input"].shape[1]))
+
+
+def _by_name(operator: Any, function: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    if func is not operator:
+        return _bound(func, args, kwargs)
+    flag = "training" if function is F.batch_norm else "use_input_stats"
+    names = ("input", "weight", "bias", "running_mean", "running_var", flag, "momentum", "eps", "cudnn_enabled")
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _channel_norm(norm: Norm, given: dict[str, Any], is_computed: bool, groups: int = 0) -> torch.Tensor:
+    c: torch.Tensor = given["input"]
+    if given.get("out") is not None or given.get("return_stats"):
+        raise refuse(f"{norm.name} with out= or return_stats=", "a kernel writes its results only", "leave it away")
+    if not c.is_floating_point() or c.ndim < 2:
+        raise InputError(
+            f"{norm.name}: input has dtype {c.dtype} and {c.ndim} dimensions, but must be floating point with 2"
+        )
+    mean, variance, momentum = given.get("running_mean"), given.get("running_var"), given.get("momentum", 0.1)
+    for what in ("weight", "bias", "running_mean", "running_var"):
+        if given.get(what) is not None and tuple(given[what].shape) != (c.shape[1],):
+            raise InputError(
+                f"{norm.name}: {what} has shape {tuple(given[what].shape)}, but input has {c.shape[1]} channels"
+            )
+    if c.device.type == "cuda" and torch.is_autocast_enabled("cuda") and norm is GROUP_NORM:
+        c = c.to(torch.promote_types(c.dtype, torch.float32))  # among what autocast computes in float32
+    count = c.numel() // (c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1))
+    if is_computed and count == 1 and (norm is BATCH_NORM or groups == c.shape[1]):
+        raise InputError(
+            f"{norm.name}: expected more than 1 value per channel when training, got input {tuple(c.shape)}"
+        )
+    eps = float(given["eps"])
+    if is_computed:
+        is_averaged = mean is not None and variance is not None
+        name = TRACKED_NORM.name if is_averaged and norm is GROUP_NORM else norm.name
+        output = normalize(c, 1, name, eps, groups)
+        if is_averaged:
+            if momentum is None:
+                raise refuse(
+                    f"{norm.name} with momentum=None", "it depends on how often it was called", "give a momentum"
+                )
+            average(mean, variance, float(momentum))
+    else:
+        if mean is None or variance is None:
+            raise InputError(f"{norm.name}: evaluation needs running_mean and running_var, but one is None")
+        output = normalize(c, 1, FIXED_NORM.name, eps, 0)
+        output = (output - _along_channels(mean, c)) * torch.rsqrt(_along_channels(variance, c) + eps)
+    if given.get("weight") is not None:
+        output = output * _along_channels(given["weight"], c)
+    if given.get("bias") is not None:
+        output = output + _along_channels(given["bias"], c)
+    return output if output.dtype == c.dtype else relabel(output, c.dtype)
+
+
+def _along_channels(parameter: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    return parameter.view(-1, *[1] * (c.ndim - 2))
 
 
 TORCH: dict[Any, Callable[..., torch.Tensor]] = {
@@ -100,10 +170,10 @@ TORCH: dict[Any, Callable[..., torch.Tensor]] = {
     torch.rms_norm: rms_norm,
     F.dropout: dropout,
     torch.dropout: dropout,
-    F.batch_norm: unsupported,
-    F.group_norm: unsupported,
-    F.instance_norm: unsupported,
-    torch.batch_norm: unsupported,
-    torch.group_norm: unsupported,
-    torch.instance_norm: unsupported,
+    F.batch_norm: batch_norm,
+    F.group_norm: group_norm,
+    F.instance_norm: instance_norm,
+    torch.batch_norm: batch_norm,
+    torch.group_norm: group_norm,
+    torch.instance_norm: instance_norm,
 }

@@ -82,13 +82,31 @@ Recorded = Source | Result | Literal
 
 @dataclass(frozen=True)
 class NormCall:
-    """The one norm: what it normalizes, over how many dimensions."""
+    """The one norm: what it normalizes, over how many dimensions, in how many groups of channels."""
 
     norm: str
     c: Recorded
     col_dims: int
     eps: float
+    groups: int
     line: str
+
+
+@dataclass(frozen=True)
+class Running:
+    """Running statistics that a call averages its own into."""
+
+    mean: Source
+    variance: Source
+    momentum: float
+
+
+@dataclass(frozen=True)
+class Counted:
+    """An input of one integer that a call adds a number to."""
+
+    source: Source
+    number: int
 
 
 def user_line() -> str:
@@ -104,14 +122,20 @@ def refuse(what: str, why: str, instead: str) -> FusionError:
 
 
 _library = torch.library.Library("warpnorm", "FRAGMENT")
-_library.define("normalize(Tensor c, int col_dims, str norm, float eps) -> Tensor")
+_library.define("normalize(Tensor c, int col_dims, str norm, float eps, int groups) -> Tensor")
+_library.define("average(Tensor running_mean, Tensor running_var, float momentum) -> Tensor")
 _library.define("relabel(Tensor x, ScalarType dtype) -> Tensor")
 _library.define("dropout(Tensor x, float p) -> Tensor")
 
 
 @torch.library.register_fake("warpnorm::normalize", lib=_library)
-def _(c: torch.Tensor, col_dims: int, norm: str, eps: float) -> torch.Tensor:
+def _(c: torch.Tensor, col_dims: int, norm: str, eps: float, groups: int) -> torch.Tensor:
     return torch.empty_like(c)
+
+
+@torch.library.register_fake("warpnorm::average", lib=_library)
+def _(running_mean: torch.Tensor, running_var: torch.Tensor, momentum: float) -> torch.Tensor:
+    return torch.empty_like(running_mean)
 
 
 @torch.library.register_fake("warpnorm::relabel", lib=_library)
@@ -125,6 +149,7 @@ def _(x: torch.Tensor, p: float) -> torch.Tensor:
 
 
 normalize = torch.ops.warpnorm.normalize
+average = torch.ops.warpnorm.average
 relabel = torch.ops.warpnorm.relabel
 dropout = torch.ops.warpnorm.dropout
 
@@ -140,6 +165,7 @@ class Recorder(TorchDispatchMode):
         for i, fake in inputs.values():
             self.values[fake] = Source(i, (), fake)
         self.norm: NormCall | None = None
+        self.effects: list[Running | Counted] = []
         self.dropouts = 0
         self._moved: dict[
             tuple[int, str], tuple[Result, Result]
@@ -212,6 +238,8 @@ class Recorder(TorchDispatchMode):
     def _recorded(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Recorded:
         if func is normalize.default:
             return self._normalized(args, result)
+        if func is average.default:
+            return self._averaged(args)
         if func in operators.FILLED:
             return Literal.of(operators.as_number(operators.FILLED[func](args), result.dtype))
         if func in operators.EMPTY:
@@ -274,11 +302,33 @@ class Recorder(TorchDispatchMode):
         return tuple(self._argument(part) for part in arg) if isinstance(arg, list | tuple) else arg
 
     def _normalized(self, args: Sequence[Any], result: torch.Tensor) -> Result:
-        c, col_dims, norm, eps = args
+        c, col_dims, norm, eps, groups = args
         if self.norm is not None:
             raise refuse(f"a second norm, {norm}", f"the first is at {self.norm.line}", "fuse each one by itself")
-        self.norm = NormCall(norm, self.value_of(c), col_dims, eps, user_line())
+        self.norm = NormCall(norm, self.value_of(c), col_dims, eps, groups, user_line())
         return Result("warpnorm.normalize.default", (self.norm.c,), (), result, user_line(), True)
+
+    def _averaged(self, args: Sequence[Any]) -> Recorded:
+        mean, variance = (self.value_of(buffer) for buffer in args[:2])
+        if not (isinstance(mean, Source) and isinstance(variance, Source)):
+            raise refuse(
+                "a norm with running statistics that are computed inside the function",
+                "they have nowhere to be written to",
+                "pass the buffers",
+            )
+        self.effects.append(Running(mean, variance, args[2]))
+        return Literal.of(0)
+
+    def _counted(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether an operator counts the calls, as BatchNorm does: the one write into an input that is kept."""
+        value = self.value_of(args[0])
+        is_counter = isinstance(value, Source) and args[0].ndim == 0 and args[0].dtype == torch.int64
+        number = self._argument(args[1]) if func is aten.add_.Tensor else None
+        number = number.literal if isinstance(number, Constant) else number
+        if not is_counter or not isinstance(number, Literal) or not isinstance(number.value, int):
+            return False
+        self.effects.append(Counted(value, number.value))  # type: ignore[arg-type]
+        return True
 
     def _written(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: torch.Tensor) -> Recorded:
         """An operator that writes into its first argument gives it a new value."""
@@ -286,6 +336,9 @@ class Recorder(TorchDispatchMode):
             raise refuse(f"{_name(func)} with out=", "a fused function returns new tensors", "leave out= away")
         target = args[0]
         storage = target.untyped_storage()._cdata
+        if self._counted(func, args):
+            self.values[target] = self._operation(aten.add.Tensor, args, kwargs, result)
+            return self.values[target]
         if any(fake.untyped_storage()._cdata == storage for _, fake in self.inputs.values()):
             raise refuse(
                 f"{_name(func)}, which writes into an input,",

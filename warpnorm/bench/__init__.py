@@ -6,5 +6,5 @@ timing  time of one call, and the bandwidth of a copy
 check   error against float64; nothing wrong is timed
 run     cases x rivals, one after another, with a progress bar
 report  tables and result files
-demo    every norm and dtype, checked and timed in a minute
+demo    every norm and dtype, checked and timed in a minute or two
 """

@@ -10,22 +10,33 @@ import torch.nn.functional as F
 
 FORWARD, BACKWARD = "forward", "backward"
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-
+NC, NCHW, NHWC = "nc", "nchw", "nhwc"  # how an input by channel lies in memory
 
 EPS = 1e-5
+MOMENTUM = 0.1
+NUM_GROUPS = 32
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An ordinary PyTorch function of `full` tensors of the case's shape, then of `columns` tensors of its last dimension.
-    `forward_tensors` and `backward_tensors` are how many full-sized tensors must be moved at least."""
+    """An ordinary PyTorch function of `full` tensors of the case's shape, then of `parameters`, vectors along
+    `parameter_dim`, then of `buffers`, more of them, which it updates and which have no gradient.
+
+    `forward_tensors` and `backward_tensors` are how many full-sized tensors must be moved at least. Slices along
+    `part_dim` do not depend on each other, but for the gradients of what they share. Where it `keeps_precision`, vectors
+    have the dtype of computation. `exact` is the function in primitive operators, for the truth in float64."""
 
     name: str
     function: Callable[..., Any]
     full: int
-    columns: int
+    parameters: int
     forward_tensors: int
     backward_tensors: int
+    parameter_dim: int = -1
+    part_dim: int = 0
+    buffers: int = 0
+    keeps_precision: bool = False
+    exact: Callable[..., Any] | None = None
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -49,6 +60,48 @@ def _gelu_rms_norm(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) ->
     return F.rms_norm(F.gelu(x + bias), x.shape[-1:], weight, EPS)
 
 
+def _batch_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor
+) -> torch.Tensor:
+    return F.batch_norm(x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS)
+
+
+def _group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.group_norm(x, NUM_GROUPS, weight, bias, EPS)
+
+
+def _instance_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.instance_norm(x, None, None, weight, bias, True, MOMENTUM, EPS)
+
+
+def _exact_batch_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor
+) -> torch.Tensor:
+    rows = x.transpose(0, 1).flatten(1)
+    for running, new in ((running_mean, rows.mean(1)), (running_var, rows.var(1))):
+        running.lerp_(new.detach(), MOMENTUM)
+    xhat = _normalized(rows).view(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1)
+    return _scaled(xhat, weight, bias)
+
+
+def _exact_group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return _scaled(_normalized(x.reshape(x.shape[0], NUM_GROUPS, -1)).view(x.shape), weight, bias)
+
+
+def _exact_instance_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return _scaled(_normalized(x.flatten(2)).view(x.shape), weight, bias)
+
+
+def _normalized(rows: torch.Tensor) -> torch.Tensor:
+    deviation = rows - rows.mean(-1, keepdim=True)
+    return deviation * torch.rsqrt(deviation.square().mean(-1, keepdim=True) + EPS)
+
+
+def _scaled(xhat: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    by_channel = (-1, *(1 for _ in xhat.shape[2:]))
+    return xhat * weight.view(by_channel) + bias.view(by_channel)
+
+
 # Backward of the sum needs no more than the sum, and gives both of its terms the same gradient.
 RMS = Workload("rms_norm", _rms_norm, 1, 1, 2, 3)
 LAYER = Workload("layer_norm", _layer_norm, 1, 2, 2, 3)
@@ -56,6 +109,13 @@ ADD_RMS = Workload("add_rms_norm", _add_rms_norm, 2, 1, 4, 4)
 SWISH_LAYER = Workload("swish_layer_norm", _swish_layer_norm, 2, 2, 3, 5)
 GELU_RMS = Workload("gelu_rms_norm", _gelu_rms_norm, 1, 2, 2, 3)
 PLAIN = (RMS, LAYER)
+# Parameters and running statistics of BatchNorm are float32 beside half precision, as in mixed precision training
+BATCH = Workload(
+    "batch_norm", _batch_norm, 1, 2, 2, 3, parameter_dim=1, part_dim=1, buffers=2, keeps_precision=True,
+    exact=_exact_batch_norm,
+)  # fmt: skip
+GROUP = Workload("group_norm", _group_norm, 1, 2, 2, 3, parameter_dim=1, exact=_exact_group_norm)
+INSTANCE = Workload("instance_norm", _instance_norm, 1, 2, 2, 3, parameter_dim=1, exact=_exact_instance_norm)
 
 
 @dataclass(frozen=True)
@@ -65,11 +125,16 @@ class BenchCase:
     shape: tuple[int, ...]
     dtype: torch.dtype
     why: str
+    layout: str | None = None  # where the shape does not say it
 
     @property
     def name(self) -> str:
-        shape = "x".join(map(str, self.shape))
-        return f"{self.workload.name} {self.direction} {shape} {DTYPE_NAMES[self.dtype]}"
+        words = (self.workload.name, self.direction, self.layout, self.size, DTYPE_NAMES[self.dtype])
+        return " ".join(filter(None, words))
+
+    @property
+    def size(self) -> str:
+        return " x ".join(map(str, self.shape))
 
     @property
     def least_bytes(self) -> int:
@@ -101,8 +166,23 @@ FUSED = (
 )
 
 
+IMAGES = (
+    ((64, 256, 56, 56), (NCHW, NHWC), "the first stage of ResNet-50"),
+    ((256, 64, 112, 112), (NCHW, NHWC), "its stem: few channels, each of millions of values"),
+    ((256, 2048, 7, 7), (NHWC,), "its last stage: many channels, small images"),
+    ((65536, 1024), (NC,), "BatchNorm1d of an MLP"),
+)
+GROUPED = (((32, 320, 64, 64), (NCHW, NHWC), "the first stage of a diffusion U-Net"),)
+ELEMENTS = 1 << 27  # of a row norm in half precision, several times any L2
+
+
 def grid(elements: int) -> tuple[BenchCase, ...]:
-    """Norms and fused forms, in both directions, over the widths of language models, each of 2 x `elements` bytes."""
+    """Norms and fused forms, in both directions: over the widths of language models, each of 2 x `elements` bytes, and
+    over the shapes of image models, made smaller by as much as `elements` are fewer than `ELEMENTS`."""
+    return _row_cases(elements) + _channel_cases(ELEMENTS // elements)
+
+
+def _row_cases(elements: int) -> tuple[BenchCase, ...]:
     half, single = torch.bfloat16, torch.float32
     rows = [(cols, half, why) for cols, why in WIDTHS] + [(4096, single, "full precision")]
     plain = tuple(
@@ -121,13 +201,37 @@ def grid(elements: int) -> tuple[BenchCase, ...]:
     return plain + fused
 
 
+def _channel_cases(divisor: int) -> tuple[BenchCase, ...]:
+    return tuple(
+        BenchCase(workload, direction, _smaller(shape, divisor), dtype, why, layout)
+        for direction in (FORWARD, BACKWARD)
+        for workload, shapes, dtypes in (
+            (BATCH, IMAGES, (torch.float16, torch.float32)),
+            (GROUP, GROUPED, (torch.bfloat16,)),
+        )
+        for shape, layouts, why in shapes
+        for layout in layouts
+        for dtype in dtypes
+    )
+
+
+def _smaller(shape: tuple[int, ...], divisor: int) -> tuple[int, ...]:
+    """With as many channels, and the largest of the other dimensions halved until it is."""
+    sizes = list(shape)
+    while divisor > 1:
+        largest = max((dim for dim in range(len(sizes)) if dim != 1), key=lambda dim: sizes[dim])
+        sizes[largest] = max(sizes[largest] // 2, 1)
+        divisor //= 2
+    return tuple(sizes)
+
+
 CPU_SHAPES = (((4096, 4096), "far larger than any cache"), ((8, 64), "nothing but the cost of a call"))
 
 
 def all_cases(device: str, is_quick: bool) -> tuple[BenchCase, ...]:
-    """On a GPU 2^27 half-precision elements, several times any L2; on a CPU 2^22, and two shapes of their own."""
-    exponent = 27 if device == "cuda" else 22
-    cases = grid(1 << (exponent - 3 if is_quick else exponent))
+    """On a CPU a thirty-second of the size, and two shapes of its own."""
+    elements = ELEMENTS if device == "cuda" else ELEMENTS >> 5
+    cases = grid(elements >> 3 if is_quick else elements)
     if device == "cpu":
         cases += tuple(
             BenchCase(workload, direction, shape, torch.float32, why)

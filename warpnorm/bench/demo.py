@@ -4,18 +4,46 @@ from rich.console import Console
 
 from warpnorm import pipeline
 from warpnorm.bench import report
-from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, FORWARD, PLAIN, SWISH_LAYER, BenchCase
+from warpnorm.bench.cases import (
+    BACKWARD,
+    BATCH,
+    DTYPE_NAMES,
+    FORWARD,
+    GROUP,
+    INSTANCE,
+    LAYER,
+    NC,
+    NCHW,
+    NHWC,
+    RMS,
+    SWISH_LAYER,
+    BenchCase,
+)
 from warpnorm.bench.rivals import EAGER
 from warpnorm.bench.run import Run, default_device, run_cases
 
-SHAPES = {"cuda": (16384, 4096), "cpu": (1024, 4096)}
+# Of each layout; without one an input is rows
+SHAPES: dict[str, dict[str | None, tuple[int, ...]]] = {
+    "cuda": {None: (16384, 4096), NCHW: (64, 256, 56, 56), NHWC: (64, 256, 56, 56), NC: (65536, 1024)},
+    "cpu": {None: (1024, 4096), NCHW: (8, 64, 56, 56), NHWC: (8, 64, 56, 56), NC: (2048, 1024)},
+}
+WORKLOADS = (
+    (RMS, None),
+    (LAYER, None),
+    (SWISH_LAYER, None),
+    (BATCH, NCHW),
+    (BATCH, NHWC),
+    (BATCH, NC),
+    (GROUP, NCHW),
+    (INSTANCE, NCHW),
+)
 
 
-def run_demo(console: Console, seconds: float = 0.25) -> Run:
+def run_demo(console: Console, seconds: float = 0.15) -> Run:
     device = default_device()
     cases = [
-        BenchCase(workload, direction, SHAPES[device], dtype, why="the demo")
-        for workload in (*PLAIN, SWISH_LAYER)
+        BenchCase(workload, direction, SHAPES[device][layout], dtype, why="the demo", layout=layout)
+        for workload, layout in WORKLOADS
         for direction in (FORWARD, BACKWARD)
         for dtype in DTYPE_NAMES
     ]
@@ -27,7 +55,7 @@ def run_demo(console: Console, seconds: float = 0.25) -> Run:
 
 def _path(device: str) -> str:
     if device == "cuda" and pipeline.has_triton():
-        return "Run by warpnorm's Triton kernels: one forward, one and a small sum backward."
+        return "Run by warpnorm's Triton kernels: rows by one forward, one and a small sum backward; channels by a few each."
     if device == "cuda":
         return "Run by PyTorch's own operators: Triton is not installed."
     return "Run by PyTorch's own operators: there is no GPU here, so expect the speed of eager PyTorch."

@@ -9,7 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from warpnorm.bench.cases import DTYPE_NAMES
+from warpnorm.bench.cases import DTYPE_NAMES, BenchCase
 from warpnorm.bench.rivals import EAGER, OURS
 from warpnorm.bench.run import CaseResult, Measurement, Run
 from warpnorm.version import VERSION
@@ -20,16 +20,15 @@ def print_demo(run: Run, console: Console) -> None:
     table = Table(title=f"warpnorm {VERSION} on {run.device_name}", title_justify="left")
     for heading in ("norm", "direction", "dtype", "shape"):
         table.add_column(heading)
-    for heading in ("error", "eager's error", "ms", "eager ms", "speed-up", "% of copy", ""):
+    for heading in ("error", "eager error", "ms", "eager ms", "speed-up", "% of copy", ""):
         table.add_column(heading, justify="right")
     for result in run.results:
         case, ours, eager = result.case, result.by(OURS.name), result.by(EAGER.name)
-        shape = " x ".join(map(str, case.shape))
         table.add_row(
-            case.workload.name,
+            _norm(case),
             case.direction,
             DTYPE_NAMES[case.dtype],
-            shape,
+            case.size,
             _number(ours, "error", ".1e"),
             _number(eager, "error", ".1e"),
             _number(ours, "ms", ".3f"),
@@ -54,9 +53,8 @@ def print_bench(run: Run, console: Console) -> None:
     table.add_column("over the best", justify="right")
     for result in run.results:
         case = result.case
-        shape = " x ".join(map(str, case.shape))
         cells = [_cell(result, name) for name in rivals]
-        table.add_row(case.workload.name, case.direction, shape, DTYPE_NAMES[case.dtype], *cells, _over_best(result))
+        table.add_row(_norm(case), case.direction, case.size, DTYPE_NAMES[case.dtype], *cells, _over_best(result))
     console.print(table)
     for result in run.results:
         for measurement in result.measurements:
@@ -64,6 +62,10 @@ def print_bench(run: Run, console: Console) -> None:
                 console.print(f"{result.case.name}: {measurement.rival}: {measurement.problem}")
     for name, why in run.missing.items():
         console.print(f"{name}: {why}")
+
+
+def _norm(case: BenchCase) -> str:
+    return " ".join(filter(None, (case.workload.name, case.layout)))
 
 
 def _cell(result: CaseResult, rival: str) -> str:

@@ -8,7 +8,18 @@ from typing import Any
 import torch
 
 from warpnorm import functional
-from warpnorm.bench.cases import ADD_RMS, EPS, LAYER, RMS, Workload
+from warpnorm.bench.cases import (
+    ADD_RMS,
+    BATCH,
+    EPS,
+    GROUP,
+    INSTANCE,
+    LAYER,
+    MOMENTUM,
+    NUM_GROUPS,
+    RMS,
+    Workload,
+)
 from warpnorm.fuse import fuse
 
 Forward = Callable[..., Any]  # of the operands of a workload
@@ -24,12 +35,17 @@ class Rival:
     missing: Callable[[str], str | None]
 
 
+FUNCTIONS: dict[Workload, Forward] = {
+    LAYER: lambda x, w, b: functional.layer_norm(x, x.shape[-1:], w, b, EPS),
+    RMS: lambda x, w: functional.rms_norm(x, x.shape[-1:], w, EPS),
+    BATCH: lambda x, w, b, mean, var: functional.batch_norm(x, mean, var, w, b, True, MOMENTUM, EPS),
+    GROUP: lambda x, w, b: functional.group_norm(x, NUM_GROUPS, w, b, EPS),
+    INSTANCE: lambda x, w, b: functional.instance_norm(x, None, None, w, b, True, MOMENTUM, EPS),
+}
+
+
 def _ours(workload: Workload) -> Forward:
-    if workload is LAYER:
-        return lambda x, w, b: functional.layer_norm(x, x.shape[-1:], w, b, EPS)
-    if workload is RMS:
-        return lambda x, w: functional.rms_norm(x, x.shape[-1:], w, EPS)
-    return fuse(workload.function)
+    return FUNCTIONS.get(workload) or fuse(workload.function)
 
 
 def _eager(workload: Workload) -> Forward:

@@ -40,7 +40,8 @@ class CaseResult:
     def record(self) -> dict[str, Any]:
         case = self.case
         head: dict[str, Any] = {"norm": case.workload.name, "direction": case.direction, "shape": list(case.shape)}
-        head |= {"dtype": DTYPE_NAMES[case.dtype], "least_bytes": case.least_bytes, "why": case.why}
+        head |= {"layout": case.layout, "dtype": DTYPE_NAMES[case.dtype], "least_bytes": case.least_bytes}
+        head |= {"why": case.why}
         return head | {"measurements": [asdict(m) for m in self.measurements]}
 
 

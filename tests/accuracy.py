@@ -50,13 +50,14 @@ class Error(NamedTuple):
     largest: float
 
 
-def error_of(result: torch.Tensor, truth: Wide) -> Error:
+def error_of(result: torch.Tensor, truth: Wide, draws: Wide | None = None) -> Error:
+    """`draws`: true values of the same kind, for rows so short that their own size is chance; that of all is theirs."""
     if truth.size == 0:
         return Error(0.0, 0.0)
     error = widen(result, truth.shape[1]) - truth
 
     def worst(norm: Callable[[Wide], Wide]) -> float:
-        scale = norm(truth)
+        scale = norm(truth) if draws is None else np.sqrt((norm(draws) ** 2).mean(0, keepdims=True))
         return float((norm(error) / np.where(scale == 0, 1, scale)).max())
 
     return Error(worst(lambda rows: np.sqrt((rows * rows).mean(1))), worst(lambda rows: np.abs(rows).max(1)))

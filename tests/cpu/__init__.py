@@ -10,6 +10,8 @@ test_errors     refusals
 test_overlap    which tensors share memory
 test_opinfo     PyTorch's own samples on the CPU
 test_modules    the drop-in modules
+channel_truth   the norms by channel in extended precision, and PyTorch's own answer
+test_channel_*  batch, group and instance norm: functions, refusals, modules
 test_cache      files of generated source
 test_problem    collapsed axes, strides and their classes
 """

@@ -6,16 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from warpnorm import norms
-from warpnorm.bench import cases, demo, rivals, run
+from warpnorm.bench import cases, check, demo, rivals, run
+from warpnorm.bench.cases import BACKWARD, BATCH, FORWARD, GROUP, INSTANCE, NC, NCHW, NHWC, BenchCase, Workload
 from warpnorm.bench.timing import Timing
 from warpnorm.cli import main
+
+ALL_CASES = cases.all_cases
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real commands on shapes that take no time, on the CPU also where there is a GPU."""
-    monkeypatch.setattr(demo, "SHAPES", {"cpu": (16, 64)})
+    image = (4, 64, 3, 5)
+    monkeypatch.setattr(demo, "SHAPES", {"cpu": {None: (16, 64), NCHW: image, NHWC: image, NC: (16, 64)}})
     monkeypatch.setattr(cases, "all_cases", lambda device, is_quick: cases.grid(1 << 17))
     for module in (demo, run):
         monkeypatch.setattr(module, "default_device", lambda: "cpu")
@@ -33,13 +36,16 @@ def test_demo_covers_every_norm_and_dtype(capsys: pytest.CaptureFixture[str]) ->
     assert main(["demo"]) == 0
     printed = capsys.readouterr().out
     rows = [line for line in printed.splitlines() if line.startswith("│")]
-    assert len(rows) == 2 * (len(norms.ALL) + 1) * 4  # and a fused form
-    for word in (*(norm.name for norm in norms.ALL), "swish", "fp64", "fp32", "fp16", "bf16", "backward", "right"):
-        assert word in printed
+    kinds = ("rms_norm", "layer_norm", "swish_layer_norm", "batch_norm nchw", "batch_norm nhwc", "batch_norm nc")
+    kinds += ("group_norm nchw", "instance_norm nchw")
+    found = [tuple(cell.strip() for cell in row.split("│")[1:4]) for row in rows]
+    dtypes = ("fp64", "fp32", "fp16", "bf16")
+    assert found == [(kind, way, dtype) for kind in kinds for way in (FORWARD, BACKWARD) for dtype in dtypes]
+    assert all(" right " in row for row in rows)
     assert "PyTorch's own operators" in printed
 
 
-def wrong(workload: cases.Workload) -> rivals.Forward:
+def wrong(workload: Workload) -> rivals.Forward:
     def slightly(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         results = workload.function(*operands)
         return tuple(result * 1.01 for result in (results if isinstance(results, tuple) else (results,)))
@@ -55,7 +61,7 @@ def test_a_wrong_result_is_said_and_fails(command: list[str], monkeypatch, capsy
 
 
 def test_a_rival_that_raises_is_a_row(monkeypatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
-    def broken(workload: cases.Workload) -> rivals.Forward:
+    def broken(workload: Workload) -> rivals.Forward:
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(rivals, "ALL", (rivals.EAGER, rivals.Rival("broken", broken, lambda device: None)))
@@ -105,7 +111,7 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, capsys: pytest.CaptureFixt
 
 
 def test_least_bytes_counts_each_tensor_once() -> None:
-    case = cases.BenchCase(cases.RMS, cases.BACKWARD, (10, 20), torch.bfloat16, why="input, gradient, gradient")
+    case = BenchCase(cases.RMS, BACKWARD, (10, 20), torch.bfloat16, why="input, gradient, gradient")
     assert case.least_bytes == 3 * 10 * 20 * 2
 
 
@@ -122,9 +128,107 @@ def test_a_rival_that_raises_when_timed_takes_nobody_with_it(monkeypatch: pytest
 def test_a_case_that_cannot_be_set_up_is_a_row(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(case: cases.BenchCase, device: str) -> None:
+    def fail(case: BenchCase, device: str) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
     monkeypatch.setattr(run, "Subject", fail)
     assert main(["bench", "--only", "rms_norm forward 4096", "--rivals", "eager"]) == 1
     assert "eager: OutOfMemoryError: no memory left" in capsys.readouterr().out
+
+
+def test_channel_norms_are_measured_in_every_layout() -> None:
+    names = [case.name for case in ALL_CASES("cuda", is_quick=False)]
+    shapes = ["nchw 64 x 256 x 56 x 56", "nhwc 64 x 256 x 56 x 56", "nchw 256 x 64 x 112 x 112"]
+    shapes += ["nhwc 256 x 64 x 112 x 112", "nhwc 256 x 2048 x 7 x 7", "nc 65536 x 1024"]
+    expected = [f"batch_norm {{}} {shape} {dtype}" for shape in shapes for dtype in ("fp16", "fp32")]
+    expected += [f"group_norm {{}} {layout} 32 x 320 x 64 x 64 bf16" for layout in ("nchw", "nhwc")]
+    by_channel = [name for name in names if name.startswith(("batch_norm", "group_norm"))]
+    assert by_channel == [name.format(direction) for direction in (FORWARD, BACKWARD) for name in expected]
+    assert "rms_norm forward 32768 x 4096 bf16" in names
+
+
+def test_quick_and_cpu_cases_are_smaller_with_as_many_channels() -> None:
+    shapes = [
+        next(case.shape for case in ALL_CASES(device, is_quick) if case.workload is BATCH)
+        for device, is_quick in (("cuda", False), ("cuda", True), ("cpu", False), ("cpu", True))
+    ]
+    elements = [torch.Size(shape).numel() for shape in shapes]
+    assert [elements[0] // few for few in elements] == [1, 8, 32, 256]
+    assert {shape[1] for shape in shapes} == {256}
+
+
+def image_case(workload: Workload, direction: str, dtype: torch.dtype = torch.float64, layout: str = NCHW) -> BenchCase:
+    return BenchCase(workload, direction, (3, 64, 5, 2), dtype, why="a small one", layout=layout)
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("layout", [NCHW, NHWC])
+@pytest.mark.parametrize("workload", [BATCH, GROUP, INSTANCE], ids=lambda workload: workload.name)
+def test_the_truth_is_pytorchs_function(workload: Workload, layout: str, direction: str) -> None:
+    """The truth is spelled in primitive operators; in float64 it and PyTorch's are one."""
+    subject = check.Subject(image_case(workload, direction, layout=layout), "cpu")
+    assert subject.error(workload.function) < 1e-13
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_operands_are_those_of_training(dtype: torch.dtype) -> None:
+    wide = torch.float32 if dtype is torch.float16 else dtype
+    for workload, expected in ((BATCH, wide), (GROUP, dtype)):
+        subject = check.Subject(image_case(workload, FORWARD, dtype, NHWC), "cpu")
+        for tensor in (*subject.full, *subject.grads):
+            assert tensor.dtype is dtype
+            assert tensor.is_contiguous(memory_format=torch.channels_last)
+        for tensor in (*subject.parameters, *subject.buffers):
+            assert (tensor.dtype, tensor.shape) == (expected, (64,))
+        assert len(subject.buffers) == workload.buffers
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+def test_nobody_sees_the_running_statistics_of_another(direction: str) -> None:
+    subject = check.Subject(image_case(BATCH, direction), "cpu")
+    before = [buffer.clone() for buffer in subject.buffers]
+    seen = []
+
+    def watched(*operands: torch.Tensor) -> torch.Tensor:
+        seen.append(operands[-2:])
+        return BATCH.function(*operands)
+
+    calls = [subject.timed(watched) for _ in range(2)]
+    for call in calls:
+        call()
+    subject.error(watched)
+    assert len({buffer.data_ptr() for buffers in seen for buffer in buffers}) == 6
+    assert all(a.equal(b) for a, b in zip(subject.buffers, before, strict=True))
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["mean", "variance"])
+def test_a_running_statistic_that_is_not_updated_is_wrong(which: int) -> None:
+    subject = check.Subject(image_case(BATCH, FORWARD, torch.float16), "cpu")
+
+    def forgetful(*operands: torch.Tensor) -> torch.Tensor:
+        buffers = list(operands[-2:])
+        buffers[which] = buffers[which].clone()
+        return BATCH.function(*operands[:-2], *buffers)
+
+    assert not check.is_right(subject.error(forgetful), subject.error(BATCH.function), torch.float16)
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BACKWARD])
+@pytest.mark.parametrize("layout", [NCHW, NHWC])
+@pytest.mark.parametrize(("workload", "dim"), [(BATCH, 1), (GROUP, 0)], ids=["batch_norm", "group_norm"])
+def test_large_cases_are_checked_at_both_ends(
+    workload: Workload, dim: int, layout: str, direction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = check.Subject(image_case(workload, direction, layout=layout), "cpu")
+    size = subject.case.shape[dim]
+    monkeypatch.setattr(check, "CHECKED_ELEMENTS", 2 * subject.full[0].numel() // size)
+    assert subject._picked().tolist() == [0, size - 1]
+    assert subject.error(workload.function) < 1e-13
+    for place in (0, size - 1):
+
+        def wrong_at(*operands: torch.Tensor, place: int = place) -> torch.Tensor:
+            scale = torch.ones([size if d == dim else 1 for d in range(4)], dtype=torch.float64)
+            scale.select(dim, place).fill_(1.01)
+            return workload.function(*operands) * scale[: operands[0].shape[0]]
+
+        assert subject.error(wrong_at) > 1e-4

@@ -205,8 +205,6 @@ REFUSALS = [
     Refusal("bits", lambda x: norm((x * 2).view(torch.int32) * 1.0), "aten.view", "a computed value has no bits yet"),
     Refusal("own_gradient", lambda x: norm(Triple.apply(x)), "Triple", "a gradient that is not the operators'"),
     Refusal("other_device", lambda x: norm(x.to("meta")), "another device", "a kernel runs on one"),
-    Refusal("batch_norm", lambda x: F.batch_norm(x, None, None, training=True), "batch_norm", "not along rows"),
-    Refusal("group_norm", lambda x: F.group_norm(x, 2), "group_norm", "not along the last dimensions"),
 ]
 
 

@@ -29,6 +29,12 @@ def kernels_on_poisoned_memory() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Two workers share two cores: threads that wait for each other would take most of PyTorch's time."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def round_to_nearest() -> None:
     """The interpreter truncates float32 to bfloat16; the compiled kernels round to nearest, as PyTorch does."""
     import triton.language as tl

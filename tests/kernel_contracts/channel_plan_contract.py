@@ -1,0 +1,82 @@
+"""Contract: every valid plan of the norms by channel gives the right answer, not only the one that would be chosen."""
+
+import pytest
+import torch
+
+from kernel_contracts.channel_running import (
+    BATCH,
+    EVALUATION,
+    GROUPS,
+    INSTANCE,
+    Layout,
+    Mode,
+    arguments,
+    check_accuracy,
+    last,
+    run_planned,
+)
+from warpnorm.plan.plan import COLUMN, Plan
+
+# With pieces: lines of 25 or 32 columns; channels last, batch norm: of 75 or 128
+LAYOUTS = (
+    Layout("nchw_tails", (3, 6, 5, 5), why="neither lines nor columns fill their blocks"),
+    Layout("nchw_full", (4, 8, 4, 8), why="all do"),
+    Layout("last_tails", (3, 6, 5, 5), view=last, why="the same where memory runs across the lines"),
+    Layout("last_full", (4, 8, 4, 8), view=last, why="all do"),
+)
+
+PLANS = (
+    Plan(COLUMN, 4, 16, 1),
+    Plan(COLUMN, 64, 8, 4),
+    Plan(COLUMN, 8, 256, 4),
+    Plan(COLUMN, 8, 8, 2, chunks=2, stages=2),
+    Plan(COLUMN, 2, 16, 4, chunks=64, stages=3),
+    Plan(COLUMN, 8, 8, 4, programs=6, chunks=0, stages=3),
+    Plan(COLUMN, 16, 16, 8, programs=1000, chunks=0),
+)
+
+
+def check(layout: Layout, mode: Mode, dtype: torch.dtype, device: str, forward: Plan, backward: Plan) -> None:
+    check_accuracy(
+        lambda seed: arguments(mode, layout.make(dtype, device, seed), seed=seed),
+        run_ours=lambda a, grad_output: run_planned(a, grad_output, forward, backward),
+    )
+
+
+EACH = [
+    pytest.param(plan, layout, mode, id=f"{mode}-{layout}-{i}")
+    for i, plan in enumerate(PLANS)
+    for k, layout in enumerate(LAYOUTS)
+    for mode in (BATCH, GROUPS)
+    if mode is BATCH or (i + k) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("plan", "layout", "mode"), EACH)
+def test_every_plan_by_channel(plan: Plan, layout: Layout, mode: Mode, device: str) -> None:
+    """Backward by the next plan, so that nothing hangs on both being the same."""
+    following = PLANS[(PLANS.index(plan) + 1) % len(PLANS)]
+    dtype = torch.bfloat16 if plan.block_rows == 8 else torch.float32
+    check(layout, mode, dtype, device, plan, following)
+
+
+CROPPED = Layout("cropped", (3, 6, 6, 8), view=lambda t: t[:, :, ::2, 1:], why="two axes of columns in many parts")
+CROPPED_LAST = Layout("cropped_last", (3, 6, 6, 8), view=lambda t: last(t)[:, :, ::2, 1:], why="the same, side by side")
+LONE = Layout(
+    "lone_sample", (6, 1, 6, 8), view=lambda t: t.transpose(0, 1)[..., 1:], why="pieces, of which there is one"
+)
+ALONE = [
+    (EVALUATION, LAYOUTS[0]),
+    (INSTANCE, LAYOUTS[3]),
+    (INSTANCE, CROPPED),
+    (INSTANCE, CROPPED_LAST),
+    (BATCH, LONE),
+    (GROUPS, LONE),
+]
+
+
+@pytest.mark.parametrize(("mode", "layout"), ALONE, ids=str)
+@pytest.mark.parametrize("plan", [PLANS[3], PLANS[5]], ids=["chunks", "programs"])
+def test_plans_without_pieces(plan: Plan, mode: Mode, layout: Layout, device: str) -> None:
+    """Where a row lies in one piece, or there is no statistic: its columns still lie in parts."""
+    check(layout, mode, torch.float32, device, plan, plan)

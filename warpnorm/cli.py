@@ -31,7 +31,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser("demo", help="check every norm and dtype here, and time it against eager PyTorch")
     demo.set_defaults(run=_demo)
-    bench = commands.add_parser("bench", help="measure the row norms against what people use today")
+    bench = commands.add_parser("bench", help="measure the norms against what people use today")
     bench.add_argument(
         "--only", metavar="WORD", nargs="+", help="cases whose name holds every word: 'rms backward 4096'"
     )

@@ -1,4 +1,5 @@
-"""What the compiler makes of the kernels by channel, for GPUs that are not here: the plans that `choose.py` picks."""
+"""What the compiler makes of the kernels by channel, for GPUs that are not here: everything that a call would launch, by
+the plans that `choose.py` picks."""
 
 import re
 from dataclasses import dataclass
@@ -9,16 +10,14 @@ import torch
 
 from compiled.test_compiled import NVIDIA, local_memory
 from warpnorm import pipeline
-from warpnorm.codegen import bind
-from warpnorm.norms import BATCH_NORM, GROUP_NORM, Norm
+from warpnorm.codegen.bind import BoundKernel
+from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, Norm
 from warpnorm.plan import choose, grid
-from warpnorm.plan.device import KNOWN, Device
-from warpnorm.plan.plan import COLUMN, Plan
-from warpnorm.problem import FULL, BackwardProblem, Call, ForwardProblem, View
-from warpnorm.reference import Affine, Itself
-from warpnorm.space import Space
-
-Posed = tuple[tuple[ForwardProblem, Space], tuple[BackwardProblem, Space]]
+from warpnorm.plan import device as devices
+from warpnorm.plan.device import KNOWN
+from warpnorm.plan.plan import COLUMN
+from warpnorm.problem import FULL, Axes, Call, View
+from warpnorm.reference import Affine, FixedAffine, Itself
 
 
 @dataclass(frozen=True)
@@ -29,20 +28,18 @@ class Case:
     is_last: bool
     groups: int = 0
 
-    def problems(self, dtype: torch.dtype, samples: int = 0) -> Posed:
+    def call(self, dtype: torch.dtype, samples: int = 0) -> tuple[Call, tuple[View, ...]]:
         """With both parameters, which are float32 for batch norm, as in mixed precision."""
         shape = (samples or self.shape[0], *self.shape[1:])
         memory_format = torch.channels_last if self.is_last else torch.contiguous_format
         strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
-        whole = View(shape, strides, dtype, True)
-        of_channel = torch.float32 if self.norm is BATCH_NORM else dtype
+        of_channel = dtype if self.norm is GROUP_NORM else torch.float32
         parameter = View((shape[1], 1, 1), (1, 1, 1), of_channel, True)
-        mask = (False, True, False, False)
-        call = Call(
-            self.norm, 1, 1e-5, Itself(), Affine(True, True), (FULL, mask, mask), (dtype,), groups=self.groups
-        )  # fmt: skip
-        views = (whole, parameter, parameter, whole)
-        return pipeline.forward_problem(call, views), pipeline.backward_problem(call, views, (0,), (0, 1, 2))
+        epilogue: Any = FixedAffine(1e-5, True, True) if self.norm is FIXED_NORM else Affine(True, True)
+        views = (View(shape, strides, dtype, True), *[parameter] * (4 if self.norm is FIXED_NORM else 2))
+        mask: Axes = (False, True, False, False)
+        axes = (FULL, *[mask] * (len(views) - 1))
+        return Call(self.norm, 1, 1e-5, Itself(), epilogue, axes, (dtype,), groups=self.groups), views
 
     def __str__(self) -> str:
         return self.name
@@ -51,70 +48,76 @@ class Case:
 CASES = (
     Case("batch_nchw", BATCH_NORM, (64, 256, 56, 56), False),
     Case("batch_last", BATCH_NORM, (64, 256, 56, 56), True),
+    Case("evaluation_nchw", FIXED_NORM, (64, 256, 56, 56), False),
+    Case("evaluation_last", FIXED_NORM, (64, 256, 56, 56), True),
     Case("group_nchw", GROUP_NORM, (32, 320, 64, 64), False, 32),
     Case("group_last", GROUP_NORM, (32, 320, 64, 64), True, 32),
+    Case("instance_last", GROUP_NORM, (32, 320, 64, 64), True, 320),
 )
+ARE_WHOLE = ("kernel", "line_statistics", "sums_kernel")  # which read the input; the others read what is left of it
 
 
-def compile_all(case: Case, dtype: torch.dtype, device: Device) -> list[tuple[str, Plan, Any]]:
-    """Everything that a call launches, forward and backward."""
-    (forward, _), (backward, _) = case.problems(dtype)
-    plans = choose.forward(forward, device), choose.backward(backward, device)
-    merge, line_sum, tall_sum = (
-        choose.column_merge(forward, device), choose.line_sum(backward, device), choose.tall_sum(backward, device)
-    )  # fmt: skip
-    found = [
-        ("statistics", plans[0], bind.line_statistics(forward, plans[0], device, 0)),
-        ("merge", merge, bind.row_statistics(forward, merge, device, 0)),
-        ("forward", plans[0], bind.forward(forward, plans[0], device, 0)),
-        ("sums", plans[1], bind.backward_sums(backward, plans[1], device, 0)),
-        ("piece sums", line_sum, bind.piece_sums(backward, line_sum, device, 0)),
-        ("backward", plans[1], bind.backward(backward, plans[1], device, 0)),
-        ("gradient sums", tall_sum, bind.gradient_sums(backward, backward.reduced, tall_sum, device, 0)),
-    ]
-    return [(name, plan, kernel.compiled) for name, plan, kernel in found]
+def compile_all(
+    case: Case, dtype: torch.dtype, target: str, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[str, str, Any]]:
+    """(direction, name, compiled kernel) of everything that a call launches."""
+    monkeypatch.setattr(devices, "of", lambda device: KNOWN[target])
+    call, views = case.call(dtype)
+    views = (*views, views[0])  # of the output, and of its gradient
+    wanted = (0, len(views) - 3, len(views) - 2)
+    gpu = torch.device("cuda", 0)
+    launches = {
+        "forward": pipeline.prepare_forward.__wrapped__(call, views, gpu, None),
+        "backward": pipeline.prepare_backward.__wrapped__(call, views, gpu, (0,), wanted, None),
+    }
+    found = []
+    for direction, launch in launches.items():
+        assert launch.plan.pattern == COLUMN
+        kernels = {name: value for name, value in vars(launch).items() if isinstance(value, BoundKernel)}
+        kernels |= {f"sum {i}": kernel for i, (kernel, *_) in enumerate(getattr(launch, "column_sums", ()))}
+        found += [(direction, name, kernel.compiled) for name, kernel in kernels.items()]
+    return found
 
 
 @pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_sixteen_byte_accesses_and_no_local_memory(case: Case, dtype: torch.dtype, target: str) -> None:
+def test_sixteen_byte_accesses_and_no_local_memory(
+    case: Case, dtype: torch.dtype, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Along the lines or across them, as memory runs."""
-    device = KNOWN[target]
-    for name, plan, kernel in compile_all(case, dtype, device):
-        assert plan.pattern == COLUMN or "sums" in name
+    for direction, name, kernel in compile_all(case, dtype, target, monkeypatch):
         code = kernel.asm["ptx"]
-        if name in ("statistics", "forward", "sums", "backward"):
+        if name in ARE_WHOLE:
             loads = re.findall(r"ld\.global\S*\.v4\.b32", code) + re.findall(r"cp\.async\.cg\S* .*0x10", code)
-            assert loads, f"{name} with {plan}"
-        if name in ("forward", "backward"):
-            assert re.search(r"st\.global\S*\.v4\.b32", code), f"{name} with {plan}"
-        assert local_memory(kernel.asm["cubin"]) == 0, f"{name} with {plan}"
-        assert kernel.metadata.shared <= device.shared_bytes, f"{name} with {plan}"
+            assert loads, f"{direction} {name}"
+        if name == "kernel":
+            assert re.search(r"st\.global\S*\.v4\.b32", code), direction
+        assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} {name}"
+        assert kernel.metadata.shared <= KNOWN[target].shared_bytes, f"{direction} {name}"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_amd_by_channel(case: Case, dtype: torch.dtype) -> None:
-    device = KNOWN["gfx942"]
-    for name, plan, kernel in compile_all(case, dtype, device):
+def test_amd_by_channel(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    for direction, name, kernel in compile_all(case, dtype, "gfx942", monkeypatch):
         code = kernel.asm["amdgcn"]
-        assert "global_load" in code or "buffer_load" in code, name
-        if name in ("forward", "backward"):
-            assert re.search(r"(global|buffer)_store_dwordx4", code), f"{name} with {plan}"
-        assert kernel.metadata.shared <= device.shared_bytes, f"{name} with {plan}"
+        assert "global_load" in code or "buffer_load" in code, f"{direction} {name}"
+        if name == "kernel":
+            assert re.search(r"(global|buffer)_store_dwordx4", code), direction
+        assert kernel.metadata.shared <= KNOWN["gfx942"].shared_bytes, f"{direction} {name}"
 
 
 @pytest.mark.parametrize("is_last", [False, True], ids=["nchw", "channels_last"])
 def test_plans_do_not_depend_on_the_samples(is_last: bool) -> None:
-    """A sample's groups have the same bits in every batch: so are their parts, by whose order sums are made."""
-    device = KNOWN["sm_90"]
-    for size in (1, 7, 56, 200):
+    """A sample's groups have the same bits in every batch: so they have the same parts, in whose order sums are made."""
+    for size in (2, 7, 56, 200):
         for groups in (1, 8, 64):
             case = Case("group", GROUP_NORM, (1, 64, size, size), is_last, groups)
             parts = set()
             for samples in (1, 2, 3, 64, 1000):
-                for problem, space in case.problems(torch.bfloat16, samples)[:1]:
-                    plan = choose.forward(problem, device)
-                    parts.add((plan, grid.part_cols(plan, space) if plan.pattern == COLUMN else space.cols))
+                call, views = case.call(torch.bfloat16, samples)
+                problem, space = pipeline.forward_problem(call, (*views, views[0]))
+                plan = choose.forward(problem, KNOWN["sm_90"])
+                parts.add((problem, plan, grid.part_cols(plan, space) if plan.pattern == COLUMN else space.cols))
             assert len(parts) == 1, f"{groups} groups of {size} x {size}"

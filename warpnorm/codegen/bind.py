@@ -233,8 +233,10 @@ def line_statistics(problem: ForwardProblem, plan: Plan, device: Device, index: 
     return BoundKernel(column_statistics_kernel, arguments, constants, plan, device)
 
 
-def row_statistics(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
+def row_statistics(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
     """The second."""
+    if not problem.norm.is_computed:
+        return None
     return _merge(problem.compute, len(problem.norm.statistics), plan, device, index)
 
 

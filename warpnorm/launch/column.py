@@ -22,7 +22,7 @@ class ColumnForwardLaunch:
     space: Space
     kernel: BoundKernel
     line_statistics: BoundKernel | None  # where there is a statistic to compute
-    row_statistics: BoundKernel
+    row_statistics: BoundKernel | None
     merge_plan: Plan
     eps: float
 
@@ -38,7 +38,7 @@ class ColumnForwardLaunch:
         width = grid.part_cols(plan, space)
         statistics = empty_statistics(self.problem, space.statistics, device)
         with on_device(outputs[0]):
-            if self.line_statistics is not None:
+            if self.line_statistics is not None and self.row_statistics is not None:
                 pieces = _empty_pair(grid.pieces(plan, space).numel, self.problem.compute, device)
                 self.line_statistics.launch(programs, read, pieces, *before, space.inner_rows, space.cols, width)
                 blocks = -(-space.statistics // self.merge_plan.block_rows)

@@ -14,6 +14,7 @@ import warpnorm
 from kernel_contracts.fuse_contract import drawn
 from kernel_contracts.fuse_operators_contract import check_fused
 from warpnorm import settings
+from warpnorm.plan.plan import COLUMN
 
 FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 N, C, H, W = 4, 6, 3, 5
@@ -79,6 +80,22 @@ def test_channel_fused(fusion: Fusion, layout: str, device: str) -> None:
         return [t.contiguous(memory_format=FORMATS[layout]) if t.ndim == 4 else t for t in tensors]
 
     check_fused(warpnorm.fuse(fusion.function), fusion.function, make, 24, 2)
+
+
+def test_channel_fused_lines_that_do_not_fit_in_registers(device: str) -> None:
+    """Rows in one piece, whose parameters are summed along lines also where they are walked."""
+    leaves = [
+        drawn(shape, k, torch.float64, device).requires_grad_() for k, shape in enumerate(((2, 2, 4095), (2,), (2,)))
+    ]
+    grad = drawn((2, 2, 4095), 3, torch.float64, device)
+
+    def gated(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return F.instance_norm(F.silu(x), weight=w, bias=b)
+
+    assert warpnorm.explain(gated, *leaves).backward.plan.pattern == COLUMN  # type: ignore[union-attr]
+    found = torch.autograd.grad(warpnorm.fuse(gated)(*leaves), leaves, grad)
+    for ours, theirs in zip(found, torch.autograd.grad(gated(*leaves), leaves, grad), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
 
 
 def test_channel_fused_keeps_the_memory_format(device: str) -> None:

@@ -27,7 +27,8 @@ STAGE_BYTES = 16 * 1024
 TEAM_COLS = 4096
 TEAMS_A_UNIT = 2
 LARGEST_TEAM = 64
-# Programs that share the columns of a line, of pattern `column`
+# Programs that share the columns of a line, of pattern `column`; columns of a row of a norm by channel up to which backward
+# holds it in registers, where it lies in one piece. Neither is measured
 LARGEST_PARTS = 1024
 ROW_BY_CHANNEL = 4096
 # Shared memory left for what a reduction needs.
@@ -35,12 +36,12 @@ SPARE_SHARED_BYTES = 4 * 1024
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan:
-    is_walked = not _has_whole_rows(problem) or problem.cols_class > _largest_row(problem)
-    if problem.norm.is_by_channel and (is_walked or problem.norm.keeps_variance):
-        return column(problem, device)
     cols = problem.cols_class
     live = _live_words(problem)
-    if cols > _largest_row(problem) or live * cols > device.registers_per_unit * 3 // 4:
+    is_long = cols > _largest_row(problem) or live * cols > device.registers_per_unit * 3 // 4
+    if problem.norm.is_by_channel and (is_long or not _has_whole_rows(problem) or problem.norm.keeps_variance):
+        return column(problem, device)
+    if is_long:
         # Columns a block at 32k: LayerNorm 71 with 4096, 51 with 8192; RMSNorm, with one walk's arithmetic less, 70 and 85
         block_cols = (4096 if problem.norm.is_centered else 8192) if problem.has_vectors else 2048
         block_cols //= _words(problem)
@@ -84,6 +85,8 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
     # gelu(x + b) -> RMSNorm at 8192 is past the half by an eighth, and faster than in two halves
     if live <= device.registers_per_unit * (9 if problem.has_vectors else 4) // 16:
         return _row_backward(problem, device, loads)
+    if problem.norm.is_by_channel:  # the patterns below sum over rows, not along lines
+        return column(problem, device)
     if kept and live <= device.registers_per_unit * 5 // 8 and problem.has_vectors:
         # silu(x) * r -> LayerNorm at 8192: 92; 86 with 16 warps, 75 in two halves, 63 by blocks
         why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"

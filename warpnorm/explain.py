@@ -194,26 +194,16 @@ def _forward(
     name = f"{plan.pattern}_forward_kernel"
     launches: tuple[tuple[str, tuple[int, ...]], ...] = ((name, grid.forward(plan, space)),)
     if plan.pattern == COLUMN:
-        launches = _column_launches(problem, plan, space, name, device)
+        last = choose.last_tasks(problem, plan, device) if problem.has_tasks else None
+        steps = grid.column(plan, last, space, problem.has_tasks)
+        launches = tuple((name, (programs, 1)) for _plan, _order, programs in steps)
     if asm:
         from warpnorm.codegen import bind, listing
 
         listings[name] = listing.read(bind.forward(problem, plan, device, 0))
-        of_lines = bind.line_statistics(problem, plan, device, 0)
-        if of_lines is not None:
-            listings["column_statistics_kernel"] = listing.read(of_lines)
     return Direction(
         problem, plan, pointwise.forward_source(problem), launches, least + statistics + again, least, listings
     )
-
-
-def _column_launches(
-    problem: ForwardProblem, plan: Plan, space: Space, name: str, device: Device
-) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    programs = grid.column(plan, space)
-    blocks = -(-space.statistics // choose.column_merge(problem, device).block_rows)
-    before = (("column_statistics_kernel", programs), ("column_merge_kernel", (blocks, 1)))
-    return (*(before if problem.norm.is_computed else ()), (name, programs))
 
 
 def _backward(
@@ -234,13 +224,12 @@ def _backward(
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), grid.backward(plan, space))]
     sum_plan = choose.column_sum(problem, device)
     if plan.pattern == COLUMN:
-        launches = [(_kernel_name(plan), grid.column(plan, space))]
+        last = choose.last_tasks(problem, plan, device) if problem.has_tasks else None
+        steps = grid.column(plan, last, space, problem.has_tasks)
+        launches = [(_kernel_name(plan), (programs, 1)) for _plan, _order, programs in steps]
         sum_plan = choose.line_sum(problem, device)
-    if has_sums:
-        programs = grid.column(plan, space) if plan.pattern == COLUMN else (space.rows, 1)
-        of_pieces = [("column_sum_kernel", _sum_grid([grid.pieces(plan, space)] * 2, sum_plan))]
-        of_pieces = of_pieces if plan.pattern == COLUMN else []
-        launches = [(f"{plan.pattern}_sums_kernel", programs), *of_pieces, *launches]
+    if has_sums and plan.pattern == LONG_ROW:
+        launches = [("long_row_sums_kernel", (space.rows, 1)), *launches]
     if sums:
         launches.append(("column_sum_kernel", _sum_grid(sums, sum_plan)))
     listings: dict[str, Any] = {}
@@ -248,7 +237,7 @@ def _backward(
         from warpnorm.codegen import bind, listing
 
         kernels = {_kernel_name(plan): bind.backward(problem, plan, device, 0)}
-        kernels[f"{plan.pattern}_sums_kernel"] = bind.backward_sums(problem, plan, device, 0)
+        kernels["long_row_sums_kernel"] = bind.backward_sums(problem, plan, device, 0)
         kernels["column_sum_kernel"] = bind.column_sum(problem, sum_plan, device, 0)
         listings = {name: listing.read(kernel) for name, kernel in kernels.items() if kernel is not None}
     least = read + written

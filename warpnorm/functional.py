@@ -7,7 +7,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary, has
 
 from warpnorm import arguments, pipeline, reference, settings
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
-from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, Call, compute_dtype
+from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, Call, Running, compute_dtype
 from warpnorm.reference import Affine, FixedAffine, Itself
 
 Shape = int | Sequence[int]
@@ -172,8 +172,10 @@ def batch_norm(
         return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats)
     count = arguments.check_several(name, "value per channel when training", input, input.shape[0])
     if _takes_kernels(input, weight, bias, running_mean, running_var):
-        output, mean, rstd, variance = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out)
-        update_running(running_mean, running_var, mean, variance, count, momentum)
+        running = None
+        if running_mean is not None and running_var is not None:
+            running = Running(running_mean, running_var, momentum, count)
+        output, mean, rstd, _ = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out, running=running)
         return (output, mean, rstd) if return_stats else output
     statistics = _statistics(input, 0, weight, bias, eps) if return_stats else ()
     output = reference.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
@@ -274,6 +276,19 @@ def instance_norm(
     statistics = _statistics(input, channels, weight, bias, eps) if return_stats else ()
     output = reference.instance_norm(input, running_mean, running_var, weight, bias, momentum, eps)
     return _returned(output, out, statistics)
+
+
+def normalize_and_average(
+    call: Call, operands: Sequence[torch.Tensor | float], out: torch.Tensor | None, running: Running | None
+) -> tuple[torch.Tensor, ...]:
+    """By the kernels, which average the statistics of batch norm into running ones, unless these are also read."""
+    read = operands if out is None else [*operands, out]
+    if running is None or running.can_be_averaged_beside(read):
+        return pipeline.normalize(call, operands, out, running)
+    results = pipeline.normalize(call, operands, out)
+    mean, _, variance = (statistic.detach() for statistic in results[len(call.outputs) :])
+    update_running(running.mean, running.variance, mean, variance, running.size, running.momentum)
+    return results
 
 
 def update_running(
@@ -411,9 +426,10 @@ def _by_channel_kernels(
     eps: float,
     out: torch.Tensor | None,
     fixed: tuple[torch.Tensor, torch.Tensor] | None = None,
+    running: Running | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(output, mean, rstd), and the biased variance where the norm keeps it, with one number a row. `groups` is 0 for batch
-    norm; `fixed` are its running statistics in evaluation."""
+    norm; `fixed` are its running statistics in evaluation, and `running` in training."""
     mask = (False, True, *[False] * (input.ndim - 2))
     parameters = [_by_channel(p, input) for p in (*(fixed or ()), weight, bias) if p is not None]
     epilogue: Affine | FixedAffine = Affine(weight is not None, bias is not None)
@@ -422,7 +438,7 @@ def _by_channel_kernels(
     call = Call(
         norm, 1, eps, Itself(), epilogue, (FULL, *[mask] * len(parameters)), (input.dtype,), groups=groups
     )  # fmt: skip
-    output, *statistics = pipeline.normalize(call, [input, *parameters], out)
+    output, *statistics = normalize_and_average(call, [input, *parameters], out, running)
     if fixed is not None:
         mean, variance = (buffer.detach().to(compute_dtype([input.dtype])) for buffer in fixed)
         return output, mean, torch.rsqrt(variance + eps)

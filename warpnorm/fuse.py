@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from warpnorm import functional, norms, pipeline
 from warpnorm.errors import InputError, InputTypeError
-from warpnorm.problem import Call
+from warpnorm.problem import Call, Running
 from warpnorm.trace import environment, fusion, handlers
 
 LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
@@ -112,9 +112,11 @@ class Fused:
         call, operands = arrange(prepared, request.tensors)
         if prepared.captured.draws:
             operands += draw(leader(request.tensors).device)
-        outputs = pipeline.normalize(call, operands)
+        running = running_of(prepared.captured.effects, call, operands, request.tensors)
+        outputs = functional.normalize_and_average(call, operands, None, running)
         for effect in prepared.captured.effects:
-            apply_effect(effect, call, outputs, request.tensors)
+            if running is None or not isinstance(effect, fusion.Average):
+                apply_effect(effect, call, outputs, request.tensors)
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
 
@@ -234,6 +236,21 @@ def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, 
     if tuple(axes) != call.axes:
         call = replace(call, axes=tuple(axes))
     return call, operands
+
+
+def running_of(
+    effects: Sequence[fusion.Average | fusion.Count],
+    call: Call,
+    operands: Sequence[torch.Tensor | float],
+    tensors: Sequence[torch.Tensor],
+) -> Running | None:
+    """The running statistics of a batch norm, which its kernel averages."""
+    for effect in effects:
+        if isinstance(effect, fusion.Average) and not call.groups:
+            shape = torch.broadcast_shapes(*(o.shape for o in operands if isinstance(o, torch.Tensor)))
+            mean = effect.mean(tensors)
+            return Running(mean, effect.variance(tensors), effect.momentum, prod(shape) // mean.numel())
+    return None
 
 
 def apply_effect(

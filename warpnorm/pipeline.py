@@ -8,6 +8,7 @@ compiled once for each problem, and a problem knows no row count."""
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ from warpnorm.launch.autograd import Normalization
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.plan import COLUMN, Plan
-from warpnorm.problem import BackwardProblem, Call, ForwardProblem, View, compute_dtype
+from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
 from warpnorm.space import Gradients, Space, describe_backward, describe_forward, fresh, shape_of
 from warpnorm.trace import capture, differentiate
 
@@ -68,30 +69,41 @@ def has_triton() -> bool:
     return sys.platform == "linux" and find_spec("triton") is not None
 
 
-def normalize(call: Call, operands: Tensors, out: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
-    """(*outputs, *statistics) of a call, by the kernels; differentiable unless it writes into `out`."""
+def normalize(
+    call: Call, operands: Tensors, out: torch.Tensor | None = None, running: Running | None = None
+) -> tuple[torch.Tensor, ...]:
+    """(*outputs, *statistics) of a call, by the kernels; differentiable unless it writes into `out`. The statistics are
+    averaged into `running`."""
     if (
         out is None
         and torch.is_grad_enabled()
         and any(isinstance(o, torch.Tensor) and o.requires_grad for o in operands)
     ):
-        return Normalization.apply(sys.modules[__name__], call, *operands)
-    outputs, statistics = forward(call, operands, out)
+        return Normalization.apply(sys.modules[__name__], call, running, *operands)
+    outputs, statistics = forward(call, operands, out, running=running)
     if out is not None:
         torch.autograd.graph.increment_version(out)  # so that autograd knows whoever saved its old values
     return *outputs, *statistics
 
 
 def forward(
-    call: Call, operands: Tensors, out: torch.Tensor | None = None, plan: Plan | None = None
+    call: Call,
+    operands: Tensors,
+    out: torch.Tensor | None = None,
+    plan: Plan | None = None,
+    running: Running | None = None,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     operands = [in_memory(operand) for operand in operands]
     views = tuple(View.of(operand) for operand in operands)
     device = device_of(operands)
     shape = shape_of(views)
     outputs = (out,) if out is not None else tuple(empty_output(call, operands, shape, d, device) for d in call.outputs)
-    launch = prepare_forward(call, (*views, *map(View.of, outputs)), device, plan)
-    return outputs, launch(operands, outputs)
+    averaged = () if running is None else (running.mean.dtype, running.variance.dtype)
+    launch = prepare_forward(call, (*views, *map(View.of, outputs)), device, plan, averaged)
+    statistics = launch(operands, outputs, running)
+    if running is not None:
+        torch.autograd.graph.increment_version((running.mean, running.variance))
+    return outputs, statistics
 
 
 def backward(
@@ -143,22 +155,26 @@ def device_of(operands: Tensors) -> torch.device:
 
 @lru_cache(maxsize=4096)
 def prepare_forward(
-    call: Call, views: tuple[View, ...], device: torch.device, plan: Plan | None
+    call: Call,
+    views: tuple[View, ...],
+    device: torch.device,
+    plan: Plan | None,
+    running: tuple[torch.dtype, ...] = (),
 ) -> "ForwardLaunch | ColumnForwardLaunch":
     from warpnorm.codegen import bind
     from warpnorm.launch.forward import ForwardLaunch
 
     problem, space = forward_problem(call, views)
+    problem = replace(problem, running=running)
     target = devices.of(device)
     plan = plan or choose.forward(problem, target)
     kernel = bind.forward(problem, plan, target, device.index)
     if plan.pattern == COLUMN:
         from warpnorm.launch.column import ColumnForwardLaunch
 
-        merge_plan = choose.column_merge(problem, target)
-        of_lines = bind.line_statistics(problem, plan, target, device.index)
-        of_rows = bind.row_statistics(problem, merge_plan, target, device.index)
-        return ColumnForwardLaunch(problem, plan, space, kernel, of_lines, of_rows, merge_plan, call.eps)
+        last = choose.last_tasks(problem, plan, target) if problem.has_tasks else None
+        last_kernel = bind.forward(problem, last, target, device.index) if last else None
+        return ColumnForwardLaunch(problem, plan, space, kernel, call.eps, last, last_kernel)
     return ForwardLaunch(problem, plan, space, kernel, call.eps)
 
 
@@ -178,12 +194,10 @@ def prepare_backward(
     target = devices.of(device)
     plan = plan or choose.backward(problem, target)
     kernel = bind.backward(problem, plan, target, device.index)
-    sums = bind.backward_sums(problem, plan, target, device.index)
     if plan.pattern == COLUMN:
         from warpnorm.launch.column import ColumnBackwardLaunch
 
         sum_plan = choose.line_sum(problem, target)
-        piece_sums = bind.piece_sums(problem, sum_plan, target, device.index)
         column_sums = []
         for plan_of, is_tall in ((sum_plan, False), (choose.tall_sum(problem, target), True)):
             which = tuple(
@@ -191,7 +205,10 @@ def prepare_backward(
             )
             if which:
                 column_sums.append((bind.gradient_sums(problem, which, plan_of, target, device.index), plan_of, which))
-        return ColumnBackwardLaunch(problem, plan, space, kernel, sums, piece_sums, tuple(column_sums), sum_plan)
+        last = choose.last_tasks(problem, plan, target) if problem.has_tasks else None
+        last_kernel = bind.backward(problem, last, target, device.index) if last else None
+        return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)
+    sums = bind.backward_sums(problem, plan, target, device.index)
     sum_plan = choose.column_sum(problem, target)
     column_sum = bind.column_sum(problem, sum_plan, target, device.index)
     return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)

@@ -128,6 +128,28 @@ class Call:
     groups: int = 0
 
 
+class Running(NamedTuple):
+    """Running statistics, one number a row each, into which a call averages its own, each of `size` values."""
+
+    mean: torch.Tensor
+    variance: torch.Tensor
+    momentum: float
+    size: int
+
+    @property
+    def factors(self) -> tuple[float, float, float]:
+        """Of what they were, of the mean, and of the biased variance."""
+        return 1.0 - self.momentum, self.momentum, self.momentum * (self.size / (self.size - 1))
+
+    def can_be_averaged_beside(self, operands: "Sequence[torch.Tensor | float]") -> bool:
+        """Whether a kernel that reads the operands may write these meanwhile: they share no memory."""
+        if not (self.mean.is_contiguous() and self.variance.is_contiguous()):
+            return False
+        mean, variance = self.mean.untyped_storage().data_ptr(), self.variance.untyped_storage().data_ptr()
+        others = [o.untyped_storage().data_ptr() for o in operands if isinstance(o, torch.Tensor)]
+        return mean != variance and mean not in others and variance not in others
+
+
 class View(NamedTuple):
     """The exact layout of one tensor; a number is a view without shape, strides or pointer."""
 
@@ -198,6 +220,7 @@ class Problem:
     has_pieces: bool
     rows_divisor: int
     size_divisors: tuple[int, ...]
+    has_many_lines: bool  # or columns: their numbers take 64 bits
 
     @property
     def tiles(self) -> tuple[Operand, ...]:
@@ -207,6 +230,11 @@ class Problem:
     @property
     def results(self) -> tuple[Operand, ...]:
         """What is written for every element."""
+        raise NotImplementedError
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether something has to be summed over rows before there is any result."""
         raise NotImplementedError
 
     @property
@@ -229,10 +257,15 @@ class Problem:
 class ForwardProblem(Problem):
     epilogue: Graph  # xhat, c, operands -> outputs
     outputs: tuple[Operand, ...]
+    running: tuple[torch.dtype, ...] = ()  # of the running statistics that are averaged on the way
 
     @property
     def results(self) -> tuple[Operand, ...]:
         return self.outputs
+
+    @property
+    def has_tasks(self) -> bool:
+        return self.norm.is_computed
 
 
 @dataclass(frozen=True)
@@ -258,6 +291,10 @@ class BackwardProblem(Problem):
         return tuple(self.gradients[i] for i in self.written)
 
     @property
+    def has_tasks(self) -> bool:
+        return self.needs_grad_xhat and self.norm.is_computed
+
+    @property
     def written(self) -> tuple[int, ...]:
         """Which of `gradients` are written where they lie."""
         return tuple(i for i, gradient in enumerate(self.gradients) if gradient.axes == FULL)
@@ -266,6 +303,17 @@ class BackwardProblem(Problem):
     def reduced(self) -> tuple[int, ...]:
         """Which of `gradients` are sums, and leave partial sums behind."""
         return tuple(i for i, gradient in enumerate(self.gradients) if gradient.axes != FULL)
+
+    @property
+    def settled_first(self) -> tuple[int, ...]:
+        """Which of `reduced` the pattern `column` sums in its first task: those that the epilogue alone gives."""
+        if not self.has_tasks:
+            return ()
+        return tuple(i for i in self.reduced if self.wanted[i] not in self.wanted_of_prologue)
+
+    @property
+    def settled_last(self) -> tuple[int, ...]:
+        return tuple(i for i in self.reduced if i not in self.settled_first)
 
     @property
     def has_groups(self) -> bool:

@@ -59,3 +59,20 @@ def test_launches_of_fused_functions(function: Callable[..., Any], cols: int, de
     assert len(launched(lambda: fused(*leaves))) == 1
     names = launched(lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
     assert len(names) <= 2, names
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("is_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("shape", [(8, 64, 28, 28), (64, 256, 28, 28)], ids=str)
+def test_launches_of_batch_norm(shape: tuple[int, ...], is_last: bool, device: str) -> None:
+    """Words are cleared, then one kernel, or two where tiles do not stay in L2; the running statistics need none."""
+    input = torch.randn(shape, device=device).bfloat16()
+    input = input.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format).requires_grad_()
+    module = warpnorm.nn.BatchNorm2d(shape[1]).to(device)
+    leaves = [input, module.weight, module.bias]
+    run = lambda: warpnorm.batch_norm(input, module.running_mean, module.running_var, *leaves[1:], training=True)  # noqa: E731
+    output = run()
+    grad = torch.randn_like(output)
+    assert len(launched(run)) in (2, 3)
+    names = launched(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True))
+    assert len(names) in (3, 4), names

@@ -1,6 +1,7 @@
 """Contracts on how the norms by channel behave: repeatable, blind to other samples where no statistic is shared, compiled
 once, differentiable twice, computing only what is needed, with running statistics that are PyTorch's."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -134,6 +135,46 @@ def test_running_averages_of_a_module(momentum: float | None, device: str) -> No
     torch.testing.assert_close(mine.eval()(input), theirs.eval()(input))
 
 
+Buffers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # mean, variance, weight
+
+
+def apart(channels: int, device: str) -> Buffers:
+    return torch.full((channels,), 0.5, device=device), torch.full((channels,), 2.0, device=device), None
+
+
+def in_one_storage(channels: int, device: str) -> Buffers:
+    both = torch.cat([t for t in apart(channels, device) if t is not None])
+    return both[:channels], both[channels:], None
+
+
+def strided(channels: int, device: str) -> Buffers:
+    mean, variance, _ = apart(channels, device)
+    return mean.repeat_interleave(2)[::2], variance.repeat_interleave(2)[::2], None
+
+
+def also_the_weight(channels: int, device: str) -> Buffers:
+    mean, variance, _ = apart(channels, device)
+    return mean, variance, variance
+
+
+@pytest.mark.parametrize("place", [apart, in_one_storage, strided, also_the_weight], ids=lambda f: f.__name__)
+def test_running_statistics_wherever_they_lie(place: Callable[[int, str], Buffers], device: str) -> None:
+    """Also where they share memory with each other or with what the call reads; autograd is told that they were written."""
+    input = torch.randn(4, 6, 5, 7, device=device)
+    mean, variance, weight = place(6, device)
+    versions = mean._version, variance._version
+    expected = [mean.double(), variance.double()]
+    output = torch.nn.functional.batch_norm(
+        input.double(), *expected, None if weight is None else weight.double(), training=True, momentum=0.3
+    )
+    found = warpnorm.batch_norm(input, mean, variance, weight, training=True, momentum=0.3)
+    torch.testing.assert_close(found, output.float())
+    torch.testing.assert_close(mean.double(), expected[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(variance.double(), expected[1], atol=1e-6, rtol=1e-6)
+    assert mean._version > versions[0]
+    assert variance._version > versions[1]
+
+
 @pytest.mark.parametrize("mode", [BATCH, INSTANCE], ids=str)
 def test_a_call_that_fails_leaves_the_running_statistics(
     mode: Mode, device: str, monkeypatch: pytest.MonkeyPatch
@@ -195,7 +236,7 @@ def test_only_the_gradients_that_are_needed_by_channel(
     launch = pipeline.prepare_backward(call, views, grad_output.device, (0,), which, None)
     assert launch.problem.wanted == which
     assert launch.plan.pattern == COLUMN
-    assert (launch.sums_kernel is not None) == ("input" in wanted and mode is not EVALUATION)
+    assert launch.problem.has_tasks == ("input" in wanted and mode is not EVALUATION)
 
 
 @pytest.mark.parametrize("plan", [Plan(COLUMN, 4, 16, 2), Plan(COLUMN, 2, 8, 1, chunks=2)], ids=str)

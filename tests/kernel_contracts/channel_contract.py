@@ -257,8 +257,8 @@ def test_the_memory_format_stays(layout: Layout, device: str, monkeypatch: pytes
         launched.clear()
         output = ours(a)
         assert output.stride() == torch.empty_like(input).stride()
-        of_input = [input.data_ptr() in pointers for pointers in launched]
-        assert of_input in ([True], [True, False, True]), "every launch, but for the merge of the statistics"
+        assert len(launched) <= 3
+        assert all(input.data_ptr() in pointers for pointers in launched), "every launch is given the input itself"
         assert output.data_ptr() in launched[-1]
 
 

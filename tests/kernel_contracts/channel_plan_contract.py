@@ -15,7 +15,7 @@ from kernel_contracts.channel_running import (
     last,
     run_planned,
 )
-from warpnorm.plan.plan import COLUMN, Plan
+from warpnorm.plan.plan import COLUMN, FIRST, Plan
 
 # With pieces: lines of 25 or 32 columns; channels last, batch norm: of 75 or 128
 LAYOUTS = (
@@ -29,10 +29,15 @@ PLANS = (
     Plan(COLUMN, 4, 16, 1),
     Plan(COLUMN, 64, 8, 4),
     Plan(COLUMN, 8, 256, 4),
-    Plan(COLUMN, 8, 8, 2, chunks=2, stages=2),
+    Plan(COLUMN, 8, 8, 2, chunks=2, stages=2, tasks=FIRST),
     Plan(COLUMN, 2, 16, 4, chunks=64, stages=3),
     Plan(COLUMN, 8, 8, 4, programs=6, chunks=0, stages=3),
     Plan(COLUMN, 16, 16, 8, programs=1000, chunks=0),
+    Plan(COLUMN, 2, 16, 4, ahead=1, held=1000),
+    Plan(COLUMN, 1, 8, 1, chunks=2, stages=2, ahead=40, held=1000),
+    Plan(COLUMN, 4, 32, 4, ahead=0, held=1000),
+    Plan(COLUMN, 2, 16, 4, is_gathered=True, tasks=FIRST),
+    Plan(COLUMN, 8, 8, 4, chunks=2, stages=2, is_gathered=True, ahead=2, held=1000),
 )
 
 

@@ -15,19 +15,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from warpnorm.codegen import cache, pointwise
-from warpnorm.kernels.column import (
-    column_backward_kernel,
-    column_forward_kernel,
-    column_merge_kernel,
-    column_statistics_kernel,
-    column_sums_kernel,
-)
+from warpnorm.kernels.column import column_backward_kernel, column_forward_kernel
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
 from warpnorm.kernels.team import team_backward_kernel
+from warpnorm.plan import grid
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import COLUMN, LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.grid import merge_rows
+from warpnorm.plan.plan import ALL, COLUMN, FIRST, LAST, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
     LARGEST_CLASS,
     NUMBER,
@@ -53,6 +49,7 @@ TYPES = {
     torch.float8_e5m2: "u8",
 }
 COMPUTE = {torch.float64: tl.float64, torch.float32: tl.float32}
+MERGED = 512  # elements of a block of rows and their pieces, at the most: others need the registers
 ALIGNED = VECTOR_BYTES  # PyTorch's allocators align what we allocate ourselves
 
 _lock = threading.RLock()
@@ -127,9 +124,12 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         "eps": Argument(TYPES[problem.compute]),
     }
     if plan.pattern == COLUMN:
-        arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs)
+        arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs) | {"eps": arguments["eps"]}
+        arguments["running_ptrs"] = tuple(Argument("*" + TYPES[dtype]) for dtype in problem.running)
+        arguments["factors"] = tuple(Argument(TYPES[problem.compute]) for _ in range(3 if problem.running else 0))
         constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue", "epilogue", "store")
-        constants |= _walk(problem, plan) | {"HAS_STATISTIC": problem.norm.is_computed}
+        constants |= _walk(problem, plan, device) | {"STATISTICS": len(problem.norm.statistics)}
+        constants["HAS_RUNNING"] = bool(problem.running)
         return BoundKernel(column_forward_kernel, arguments, constants, plan, device)
     constants = _functions(functions, "load_columns", "load_rows", "prologue", "epilogue", "store")
     constants |= {"IS_CENTERED": problem.norm.is_centered, "IS_EXACT": _is_exact(problem, plan)}
@@ -165,12 +165,12 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
     if plan.pattern == COLUMN:
         constants = _functions(
             cache.load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_tiles", "prologue",
-            "epilogue_vjp", "prologue_vjp", "store", "accumulate_lines", "store_lines",
+            "epilogue_vjp", "prologue_vjp", "store", "accumulate_first", "store_first", "accumulate_last", "store_last",
         )  # fmt: skip
-        constants |= _walk(problem, plan) | {"HAS_STATISTIC": problem.norm.is_computed, "REDUCED": len(problem.reduced)}
-        constants["NEEDS_SUMS"] = problem.needs_grad_xhat
-        sums = {"sum_ptrs": _pair(problem) if _has_sums(problem) else ()}
-        arguments = _lines(problem, plan, arguments | sums | geometry, operands + problem.gradients)
+        constants |= _walk(problem, plan, device) | {"NEEDS_SUMS": problem.needs_grad_xhat}
+        constants |= {"FIRST_SUMS": len(problem.settled_first), "LAST_SUMS": len(problem.settled_last)}
+        constants["IS_LINEAR"] = pointwise.is_linear(problem)
+        arguments = _lines(problem, plan, arguments | geometry, operands + problem.gradients)
         return BoundKernel(column_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
@@ -188,17 +188,9 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
 
 @_once
 def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
-    """The first launch of a `long_row` or `column` backward, where the prologue needs a gradient."""
-    if plan.pattern not in (LONG_ROW, COLUMN) or not _has_sums(problem):
+    """The first launch of a `long_row` backward, where the prologue needs a gradient."""
+    if plan.pattern != LONG_ROW or not problem.has_tasks:
         return None
-    if plan.pattern == COLUMN:
-        functions = ("load_columns", "load_lines", "load_tiles", "prologue", "epilogue_vjp")
-        constants = _functions(cache.load(pointwise.backward_source(problem)), *functions) | _walk(problem, plan)
-        operands = problem.operands + problem.grad_outputs
-        arguments = {"operands": _pointers(problem, operands), "piece_ptrs": _pair(problem)}
-        arguments |= {"statistic_ptrs": _statistics(problem)}
-        arguments = _lines(problem, plan, arguments, operands + problem.gradients)
-        return BoundKernel(column_sums_kernel, arguments, constants, plan, device)
     constants = _functions(
         cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
         "epilogue_vjp",
@@ -220,37 +212,6 @@ def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: i
     return BoundKernel(long_row_sums_kernel, arguments, constants, plan, device)
 
 
-@_once
-def line_statistics(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
-    """The first launch of a `column` forward that has a statistic to compute."""
-    if plan.pattern != COLUMN or not problem.norm.is_computed:
-        return None
-    functions = cache.load(pointwise.forward_source(problem))
-    constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue")
-    constants |= _walk(problem, plan)
-    arguments = {"operands": _pointers(problem, problem.operands), "piece_ptrs": _pair(problem)}
-    arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs, has_pieces=False)
-    return BoundKernel(column_statistics_kernel, arguments, constants, plan, device)
-
-
-def row_statistics(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
-    """The second."""
-    if not problem.norm.is_computed:
-        return None
-    return _merge(problem.compute, len(problem.norm.statistics), plan, device, index)
-
-
-@_once
-def _merge(compute: torch.dtype, statistics: int, plan: Plan, device: Device, index: int) -> BoundKernel:
-    pointer, number = Argument("*" + TYPES[compute], ALIGNED), Argument("i64")
-    arguments: dict[str, Any] = {"piece_ptrs": (pointer, pointer), "statistic_ptrs": (pointer,) * statistics}
-    arguments |= dict.fromkeys(("rows", "pieces", "inner_rows", "cols", "part_cols"), number)
-    arguments["eps"] = Argument(TYPES[compute])
-    constants = {"COMPUTE": COMPUTE[compute], "STATISTICS": statistics}
-    constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols}
-    return BoundKernel(column_merge_kernel, arguments, constants, plan, device)
-
-
 def column_sum(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
     """The last launch of a backward, where a gradient is a sum."""
     return gradient_sums(problem, problem.reduced, plan, device, index) if problem.reduced else None
@@ -261,11 +222,6 @@ def gradient_sums(
 ) -> BoundKernel:
     dtypes = tuple(problem.gradients[i].dtype for i in which)
     return _column_sum(problem.compute, dtypes, plan, device, index)
-
-
-def piece_sums(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
-    """The sums over rows of a norm by channel, from those of their pieces."""
-    return _column_sum(problem.compute, (problem.compute,) * 2, plan, device, index)
 
 
 @_once
@@ -296,34 +252,47 @@ def _is_exact(problem: Problem, plan: Plan) -> bool:
     return problem.is_exact and plan.block_cols * plan.chunks * plan.splits == problem.cols_class
 
 
-def _has_sums(problem: BackwardProblem) -> bool:
-    return problem.needs_grad_xhat and problem.norm.is_computed
-
-
-def _walk(problem: Problem, plan: Plan) -> dict[str, Any]:
+def _walk(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
     """The constants of every walk by tiles of lines."""
     constants = {"COMPUTE": COMPUTE[problem.compute], "BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols}
     constants |= {"IS_WALKED": plan.is_walked, "STAGES": plan.stages, "HAS_PIECES": problem.has_pieces}
-    constants["IS_CORRECTED"] = problem.has_long_mantissas
+    constants |= {"IS_CORRECTED": problem.has_long_mantissas, "HAS_STATISTIC": problem.norm.is_computed}
+    constants |= {"MERGE_ROWS": merge_rows(plan), "MERGE_COLS": min(MERGED, 8 * plan.warps**3) // merge_rows(plan)}
+    constants["IS_GATHERED"] = plan.is_gathered
+    constants["WAITS"] = plan.tasks == ALL and device.backend == "cuda"
+    constants["HAS_FIRST"] = problem.has_tasks and plan.tasks != LAST
+    constants["HAS_LAST"] = plan.tasks != FIRST
     constants["IS_EXACT"] = problem.cols_divisor % plan.block_cols == 0
-    return constants | {"HAS_FULL_BLOCKS": problem.rows_divisor % plan.block_rows == 0}
+    return constants | {"HAS_FULL_BLOCKS": not plan.is_gathered and problem.rows_divisor % plan.block_rows == 0}
 
 
-def _lines(
-    problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Sequence[Operand], has_pieces: bool = True
-) -> dict[str, Any]:
-    """The arguments, and where the lines lie."""
-    first = {k: v for k, v in arguments.items() if k not in ("strides", "sizes", "rows", "groups", "cols", "eps")}
+def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Sequence[Operand]) -> dict[str, Any]:
+    """The arguments, words for what programs tell each other, and where the lines lie."""
+    named = ("operands", "outputs", "gradients", "partials")
+    word = Argument(f"*i{8 * problem.compute.itemsize}", ALIGNED)
+    pair = (word, word) if problem.has_tasks else ()
     geometry = _geometry(problem, tensors)
-    pieces = ("pieces", "inner_rows") if has_pieces else ("inner_rows",)
-    between = {name: Argument("i64") for name in pieces}
-    first |= {k: geometry[k] for k in ("strides", "sizes", "rows")} | between
-    return first | {"cols": geometry["cols"], "part_cols": Argument("i64", plan.block_cols)}
-
-
-def _pair(problem: Problem) -> tuple[Argument, ...]:
-    """Of a mean and squares, or of the two sums."""
-    return (Argument("*" + TYPES[problem.compute], ALIGNED),) * 2
+    offset = "i64" if problem.has_many_lines else "i32"
+    sizes = tuple(Argument(offset, size.divisor) for size in geometry["sizes"])
+    divisor = min(problem.rows_divisor, plan.block_rows)
+    layout = {"block_stride": divisor, "limit": problem.rows_divisor, "unit_stride": plan.block_rows}
+    if plan.is_gathered:
+        layout = {"block_stride": divisor, "line_stride": problem.rows_divisor}
+    return {
+        **{name: arguments[name] for name in named if name in arguments},
+        "piece_ptrs": pair,
+        "row_ptrs": pair,
+        "statistic_ptrs": arguments["statistic_ptrs"],
+        "strides": geometry["strides"],
+        "sizes": sizes,
+        "rows": Argument(offset, problem.rows_divisor),
+        "statistics": Argument("i64"),
+        "layout": tuple(Argument(offset, layout.get(name, 1)) for name in grid.Layout._fields),
+        "order": tuple(Argument("i32") for _ in grid.Order._fields),
+        "reciprocals": (Argument("u32"), Argument("i32")) * 5,
+        "cols": Argument(offset, geometry["cols"].divisor),
+        "part_cols": Argument(offset, plan.block_cols),
+    }
 
 
 def _functions(module: ModuleType, *names: str) -> dict[str, Any]:

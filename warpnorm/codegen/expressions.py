@@ -16,7 +16,7 @@ from warpnorm.problem import (
     grad_output_name,
     operand_name,
 )
-from warpnorm.trace.operators import TOTAL, TRITON, TRITON_HALF, is_cast
+from warpnorm.trace.operators import TAME, TOTAL, TRITON, TRITON_HALF, is_cast
 
 TYPES = {
     torch.float64: "tl.float64",
@@ -160,3 +160,10 @@ def is_tile(value: str, graph: Graph, problem: Problem) -> bool:
 def is_finite_where_masked(*graphs: Graph) -> bool:
     """Whether lanes without an element, whose operands are zero, cannot become NaN."""
     return all(node.operator in TOTAL for graph in graphs for node in graph.nodes)
+
+
+def is_zero_where_masked(gradient: Graph, prologue: Graph) -> bool:
+    """Whether the gradients of lanes without an element, where those that are given are zero, are zero whatever xhat is
+    there. It may be far from zero, but the powers of it that few products make are finite."""
+    products = sum(node.operator == "mul" for node in gradient.nodes)
+    return not prologue.nodes and products <= 4 and all(node.operator in TAME for node in gradient.nodes)

@@ -57,7 +57,7 @@ def backward_source(problem: BackwardProblem) -> str:
         _prologue_vjp(problem),
         _store(problem, [problem.gradients[i] for i in problem.written], problem.written, "gradients"),
         _store_row_sums(problem),
-        _accumulate("accumulate", problem.accumulated),
+        _accumulate("accumulate", [_where_there(f"results[{k}]") for k in problem.accumulated], "results"),
         _store_partials(problem),
         *(_of_lines(problem) if problem.norm.is_by_channel else []),
     )
@@ -65,8 +65,29 @@ def backward_source(problem: BackwardProblem) -> str:
 
 def _of_lines(problem: BackwardProblem) -> list[str]:
     """What the pattern `column` is handed beside."""
-    sums = [_accumulate("accumulate_lines", problem.reduced), _store_lines(problem)]
-    return [_load_lines(problem), _load_tiles(problem), *sums]
+    first = [_through_epilogue(problem)[problem.wanted[k]] for k in problem.settled_first]
+    if not is_linear(problem):
+        first = [_where_there(value) for value in first]
+    last = [_where_there(f"results[{k}]") for k in problem.settled_last]
+    return [
+        _load_lines(problem),
+        _load_tiles(problem),
+        _accumulate("accumulate_first", first, "from_epilogue"),
+        _store_lines("store_first", problem, problem.settled_first),
+        _accumulate("accumulate_last", last, "results"),
+        _store_lines("store_last", problem, problem.settled_last),
+    ]
+
+
+def is_linear(problem: BackwardProblem) -> bool:
+    """Whether what the epilogue gives is zero where the gradients of outputs are, as they are where nothing was loaded."""
+    return expressions.is_zero_where_masked(problem.epilogue_vjp, problem.prologue)
+
+
+def _through_epilogue(problem: BackwardProblem) -> dict[int, str]:
+    """What the epilogue gives of each wanted operand's gradient."""
+    first = problem.needs_grad_xhat + problem.needs_grad_c
+    return {index: f"from_epilogue[{first + k}]" for k, index in enumerate(problem.wanted_of_epilogue)}
 
 
 def _graphs(problem: Problem) -> tuple[Graph, ...]:
@@ -144,13 +165,13 @@ def _address(pointer: str, operand: Operand) -> str:
 # Loads
 
 
-def _load(pointer: str, operand: Operand) -> str:
+def _load(pointer: str, operand: Operand, policy: str = "") -> str:
     if operand.axes == NUMBER:
         return pointer
     if operand.axes not in (*BY_ROW, COLUMN):
         return f"tl.load({pointer})"
     mask = "mask" if operand.axes in TILES else "col_mask[None, :]" if operand.axes == COLUMN else "row_mask[:, None]"
-    return f"tl.load({_address(pointer, operand)}, mask={mask}, other=0)"
+    return f"tl.load({_address(pointer, operand)}, mask={mask}, other=0{policy})"
 
 
 def _load_columns(problem: Problem) -> str:
@@ -176,17 +197,17 @@ def _load_lines(problem: Problem) -> str:
 
 
 def _load_tiles(problem: Problem) -> str:
-    """And what is not; returns both, as `load_rows` does."""
+    """And what is not, kept in L2 or not; returns both, as `load_rows` does."""
     lines, names = [], []
     count = 0
     for i, name, operand in loaded(problem):
         if operand.axes in TILES:
-            lines.append(f"{name} = {_load(f'operands[{i}]', operand)}")
+            lines.append(f"{name} = {_load(f'operands[{i}]', operand, ', eviction_policy=POLICY')}")
             names.append(name)
         elif operand.axes in BY_ROW:
             names.append(f"lines[{count}]")
             count += 1
-    parameters = "operands, strides, sizes, row_offsets, col_offsets, mask, lines"
+    parameters = "operands, strides, sizes, row_offsets, col_offsets, mask, lines, POLICY: tl.constexpr"
     return _function("load_tiles", parameters, lines, _tuple(names))
 
 
@@ -267,8 +288,7 @@ def _prologue_vjp(problem: BackwardProblem) -> str:
         index: _tile(output, graph, problem)
         for index, output in zip(problem.wanted_of_prologue, graph.outputs, strict=True)
     }
-    first = direct + problem.needs_grad_c
-    through_epilogue = {index: f"from_epilogue[{first + k}]" for k, index in enumerate(problem.wanted_of_epilogue)}
+    through_epilogue = _through_epilogue(problem)
     results = []
     for index in problem.wanted:
         parts = [by[index] for by in (through_prologue, through_epilogue) if index in by]
@@ -303,9 +323,13 @@ def _store_row_sums(problem: BackwardProblem) -> str:
     )
 
 
-def _accumulate(name: str, which: Sequence[int]) -> str:
-    sums = [f"accumulators[{a}] + tl.where(mask, results[{k}], 0.0)" for a, k in enumerate(which)]
-    return _function(name, "accumulators, results, mask", [], _tuple(sums))
+def _where_there(value: str) -> str:
+    return f"tl.where(mask, {value}, 0.0)"
+
+
+def _accumulate(name: str, values: Sequence[str], home: str) -> str:
+    sums = [f"accumulators[{a}] + {value}" for a, value in enumerate(values)]
+    return _function(name, f"accumulators, {home}, mask", [], _tuple(sums))
 
 
 def _line_address(a: int, gradient: Operand, part: str, parts: str) -> str:
@@ -315,16 +339,17 @@ def _line_address(a: int, gradient: Operand, part: str, parts: str) -> str:
     width = "rows" if inner == len(gradient.row_strides) else " * ".join(
         f"sizes[{k}]" for k in range(len(gradient.row_strides) - 1 - inner, len(gradient.row_strides) - 1)
     ) or "1"  # fmt: skip
-    return f"partials[{a}] + (row_offsets // ({width}) * {parts} + {part}) * ({width}) + row_offsets % ({width})"
+    outer = f"(row_offsets // ({width})).to(tl.int64)"
+    return f"partials[{a}] + ({outer} * {parts} + {part}) * ({width}) + row_offsets % ({width})"
 
 
-def _store_lines(problem: BackwardProblem) -> str:
+def _store_lines(name: str, problem: BackwardProblem, which: Sequence[int]) -> str:
     """Gradients that are sums over the columns of lines, of one program's part of them."""
-    lines = [
-        f"tl.store({_line_address(a, problem.gradients[k], 'part', 'parts')}, tl.sum(accumulators[{a}], 1), mask=row_mask)"
-        for a, k in enumerate(problem.reduced)
-    ]
-    return _function("store_lines", "partials, accumulators, sizes, row_offsets, row_mask, part, parts, rows", lines)
+    lines = []
+    for a, k in enumerate(which):
+        address = _line_address(problem.reduced.index(k), problem.gradients[k], "part", "parts")
+        lines.append(f"tl.store({address}, tl.sum(accumulators[{a}], 1), mask=row_mask)")
+    return _function(name, "partials, accumulators, sizes, row_offsets, row_mask, part, parts, rows", lines)
 
 
 def _store_partials(problem: BackwardProblem) -> str:

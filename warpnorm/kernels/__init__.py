@@ -8,6 +8,8 @@ row         a row fits in one program's registers
 long_row    it does not: walk it by blocks, twice
 team        programs that share a row and run at the same time exchange their sums
 column      rows in pieces or side by side: the norms by channel, by tiles of lines
+tasks       which of the tasks of `column` a program has, and where its tile lies
+words       how its programs tell each other numbers
 column_sum  the partial sums of persistent programs, added in a fixed order
 
 Handed in, generated for each problem by `codegen/pointwise.py` (`place` is where a tile lies: row numbers, column
@@ -27,5 +29,6 @@ STORE          writes what lies full in memory
 STORE_ROW_SUMS writes what is one value a row
 ACCUMULATE     adds to the accumulators what is summed over rows
 STORE_PARTIALS writes the accumulators of one program
-ACCUMULATE_LINES, STORE_LINES  the same of what is summed along lines
+ACCUMULATE_FIRST, STORE_FIRST, ACCUMULATE_LAST, STORE_LAST  the same of what is summed along lines, in the first task or
+               in the last
 """

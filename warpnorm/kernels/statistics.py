@@ -143,14 +143,19 @@ def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr):
 
 
 @triton.jit
-def merge_lanes(state, count, total):
+def merge_lanes(state, count, total, IS_CORRECTED: tl.constexpr):
     """(mean, M2) of lanes with a count each, a mean and an M2."""
     mean = mean_of(tl.sum(count * state[0], 1), total)
     deviation = state[0] - mean[:, None]
     weighted = count * deviation
-    shift = mean_of(tl.sum(weighted, 1), total)  # by which the rounded mean is off
-    squares = tl.sum(state[1] + weighted * deviation, 1) - tl.sum(weighted, 1) * shift
-    return mean + shift, tl.where(squares < 0.0, 0.0, squares)  # unlike a maximum, this keeps NaN
+    squares = tl.sum(state[1] + weighted * deviation, 1)
+    if IS_CORRECTED:
+        off = tl.sum(weighted, 1)  # the rounded mean is off by its mean
+        shift = mean_of(off, total)
+        mean += shift
+        squares -= off * shift
+        squares = tl.where(squares < 0.0, 0.0, squares)  # unlike a maximum, this keeps NaN
+    return mean, squares
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from warpnorm.problem import Call
+from warpnorm.problem import Call, Running
 from warpnorm.reference import composite
 
 
@@ -14,7 +14,7 @@ class Flow(Protocol):
     """The two directions of a call, as `pipeline.py` runs them."""
 
     def forward(
-        self, call: Call, operands: Sequence[torch.Tensor | float]
+        self, call: Call, operands: Sequence[torch.Tensor | float], *, running: Running | None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]: ...
 
     def backward(
@@ -28,11 +28,13 @@ class Flow(Protocol):
 
 
 class Normalization(torch.autograd.Function):
-    """(flow, call, *operands) -> (*outputs, *statistics)."""
+    """(flow, call, running, *operands) -> (*outputs, *statistics)."""
 
     @staticmethod
-    def forward(ctx: Any, flow: Flow, call: Call, *operands: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
-        outputs, statistics = flow.forward(call, operands)
+    def forward(
+        ctx: Any, flow: Flow, call: Call, running: Running | None, *operands: torch.Tensor | float
+    ) -> tuple[torch.Tensor, ...]:
+        outputs, statistics = flow.forward(call, operands, running=running)
         ctx.flow, ctx.call = flow, call
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
         ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands), *statistics)
@@ -46,13 +48,13 @@ class Normalization(torch.autograd.Function):
         count = len(ctx.numbers)
         grad_outputs = grads[: len(ctx.call.outputs)]
         if all(grad is None for grad in grad_outputs):
-            return (None,) * (2 + count)
+            return (None,) * (3 + count)
         saved = ctx.saved_tensors  # once: each read unpacks anew, which checkpointing refuses
         operands, statistics = _with_numbers(saved[:count], ctx.numbers), saved[count:]
-        wanted = tuple(i for i in range(count) if ctx.needs_input_grad[2 + i])
+        wanted = tuple(i for i in range(count) if ctx.needs_input_grad[3 + i])
         gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grad_outputs, *operands)
         found = dict(zip(wanted, gradients, strict=True))
-        return (None, None, *(found.get(i) for i in range(count)))
+        return (None, None, None, *(found.get(i) for i in range(count)))
 
 
 class NormalizationBackward(torch.autograd.Function):

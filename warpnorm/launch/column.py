@@ -1,8 +1,9 @@
-"""The launches of one call of a norm by channel, of pattern `column`: statistics of lines, of rows, results; in backward
-sums of lines, of rows, gradients, and the sums of those that are sums."""
+"""The launches of one call of a norm by channel, of pattern `column`: one forward, or one for each task where tiles are
+visited twice far apart; the same backward, and the sums of those gradients that are sums."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -11,8 +12,10 @@ from warpnorm.launch.backward import launch_sums
 from warpnorm.launch.forward import empty_statistics, in_bits, on_device
 from warpnorm.plan import grid
 from warpnorm.plan.plan import Plan
-from warpnorm.problem import BackwardProblem, ForwardProblem
+from warpnorm.problem import BackwardProblem, ForwardProblem, Running
 from warpnorm.space import Space
+
+WORDS = {4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -21,35 +24,27 @@ class ColumnForwardLaunch:
     plan: Plan
     space: Space
     kernel: BoundKernel
-    line_statistics: BoundKernel | None  # where there is a statistic to compute
-    row_statistics: BoundKernel | None
-    merge_plan: Plan
     eps: float
+    last: Plan | None = None  # of last tasks that have a kernel of their own
+    last_kernel: BoundKernel | None = None
 
     def __call__(
-        self, operands: Sequence[torch.Tensor | float], outputs: Sequence[torch.Tensor]
+        self,
+        operands: Sequence[torch.Tensor | float],
+        outputs: Sequence[torch.Tensor],
+        running: Running | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Writes the outputs; returns the statistics, one number a row each."""
-        space, plan = self.space, self.plan
-        device = outputs[0].device
-        read = tuple(map(in_bits, operands))
-        programs = grid.column(plan, space)
-        before = (space.strides, space.sizes, space.rows)
-        width = grid.part_cols(plan, space)
-        statistics = empty_statistics(self.problem, space.statistics, device)
+        """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
+        problem, space, plan = self.problem, self.space, self.plan
+        statistics = empty_statistics(problem, space.statistics, outputs[0].device)
         with on_device(outputs[0]):
-            if self.line_statistics is not None and self.row_statistics is not None:
-                pieces = _empty_pair(grid.pieces(plan, space).numel, self.problem.compute, device)
-                self.line_statistics.launch(programs, read, pieces, *before, space.inner_rows, space.cols, width)
-                blocks = -(-space.statistics // self.merge_plan.block_rows)
-                self.row_statistics.launch(
-                    (blocks, 1), pieces, statistics, space.statistics, space.pieces, space.inner_rows, space.cols,
-                    width, self.eps,
-                )  # fmt: skip
-            self.kernel.launch(
-                programs, read, tuple(map(in_bits, outputs)), statistics, *before, space.pieces, space.inner_rows,
-                space.cols, width,
-            )  # fmt: skip
+            words = _words(plan, space, problem, outputs[0].device)
+            arguments = (tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), *words, statistics)
+            averaged = ((running.mean, running.variance), running.factors) if running is not None else ((), ())
+            for of_step, order, programs in grid.column(plan, self.last, space, problem.has_tasks):
+                kernel = self.last_kernel if of_step is self.last else self.kernel
+                assert kernel is not None
+                kernel.launch((programs, 1), *arguments, *_geometry(of_step, space, order), self.eps, *averaged)
         return statistics
 
 
@@ -59,12 +54,11 @@ class ColumnBackwardLaunch:
     plan: Plan
     space: Space
     kernel: BoundKernel
-    sums_kernel: BoundKernel | None  # where c needs a gradient, and there is a statistic
-    piece_sums: BoundKernel
     column_sums: tuple[
         tuple[BoundKernel, Plan, tuple[int, ...]], ...
     ]  # for the gradients that are sums, by their number
-    piece_plan: Plan
+    last: Plan | None = None
+    last_kernel: BoundKernel | None = None
 
     def __call__(
         self,
@@ -79,29 +73,40 @@ class ColumnBackwardLaunch:
         read = tuple(map(in_bits, (*operands, *grad_outputs)))
         written = tuple(gradients[i] for i in problem.written)
         sums = {i: grid.line_sum(plan, space, problem.gradients[i]) for i in problem.reduced}
+        if self.last is not None:
+            sums |= {i: grid.line_sum(self.last, space, problem.gradients[i]) for i in problem.settled_last}
         partials = {i: torch.empty(s.numel, dtype=problem.compute, device=device) for i, s in sums.items()}
-        programs = grid.column(plan, space)
-        before = (space.strides, space.sizes, space.rows)
-        lines = (space.pieces, space.inner_rows, space.cols, grid.part_cols(plan, space))
-        statistics = tuple(statistics)
-        terms: tuple[torch.Tensor, ...] = ()
         with on_device(gradients[0]):
-            if self.sums_kernel is not None:
-                of_pieces = grid.pieces(plan, space)
-                pieces = _empty_pair(of_pieces.numel, problem.compute, device)
-                self.sums_kernel.launch(programs, read, pieces, statistics, *before, *lines)
-                terms = _empty_pair(space.statistics, problem.compute, device)
-                launch_sums(self.piece_sums, self.piece_plan, pieces, terms, [of_pieces] * 2)
-            self.kernel.launch(programs, read, written, tuple(partials.values()), terms, statistics, *before, *lines)
-            for kernel, sum_plan, which in self.column_sums:
+            words = _words(plan, space, problem, device)
+            arguments = (read, written, tuple(partials.values()), *words, tuple(statistics))
+            for of_step, order, programs in grid.column(plan, self.last, space, problem.has_tasks):
+                kernel = self.last_kernel if of_step is self.last else self.kernel
+                assert kernel is not None
+                kernel.launch((programs, 1), *arguments, *_geometry(of_step, space, order))
+            for sum_kernel, sum_plan, which in self.column_sums:
                 launch_sums(
-                    kernel, sum_plan, tuple(partials[i] for i in which), tuple(gradients[i] for i in which),
+                    sum_kernel, sum_plan, tuple(partials[i] for i in which), tuple(gradients[i] for i in which),
                     [sums[i] for i in which],
                 )  # fmt: skip
 
 
-def _empty_pair(count: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """One allocation; both start at a multiple of 16 bytes, as the kernels are told."""
-    stride = -(-count // 4) * 4
-    storage = torch.empty(2 * stride, dtype=dtype, device=device)
-    return storage[:count], storage[stride : stride + count]
+def _geometry(plan: Plan, space: Space, order: grid.Order) -> tuple[Any, ...]:
+    layout = grid.layout(plan, space)[0]
+    lines = (space.strides, space.sizes, space.rows, space.statistics, layout, order)
+    return *lines, grid.reciprocals(layout, order), space.cols, grid.part_cols(plan, space)
+
+
+def _words(
+    plan: Plan, space: Space, problem: ForwardProblem | BackwardProblem, device: torch.device
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """For what the programs tell each other: two for each line of every tile, two for each row. All are zero if somebody
+    waits for them."""
+    if not problem.has_tasks:
+        return (), ()
+    order = grid.order(plan, space)
+    counts = (order.units * order.unit_tiles * plan.block_rows, space.statistics)
+    sizes = [-(-count // 4) * 4 for count in counts for _ in range(2)]  # each begins at a multiple of 16 bytes
+    make = torch.empty if plan.is_apart else torch.zeros
+    storage = make(sum(sizes), dtype=WORDS[problem.compute.itemsize], device=device)
+    first, second, third, fourth = storage.split(sizes)
+    return (first, second), (third, fourth)

@@ -10,7 +10,7 @@ from warpnorm.codegen.bind import BoundKernel
 from warpnorm.codegen.expressions import FLOAT8
 from warpnorm.plan import grid
 from warpnorm.plan.plan import Plan
-from warpnorm.problem import ForwardProblem
+from warpnorm.problem import ForwardProblem, Running
 from warpnorm.space import Space
 
 
@@ -23,9 +23,13 @@ class ForwardLaunch:
     eps: float
 
     def __call__(
-        self, operands: Sequence[torch.Tensor | float], outputs: Sequence[torch.Tensor]
+        self,
+        operands: Sequence[torch.Tensor | float],
+        outputs: Sequence[torch.Tensor],
+        running: Running | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Writes the outputs; returns the statistics, one number a row each."""
+        assert running is None, "running statistics are averaged by pattern `column`"
         space = self.space
         statistics = empty_statistics(self.problem, space.rows, outputs[0].device)
         with on_device(outputs[0]):

@@ -1,10 +1,12 @@
 """Which plan runs a problem. Decided by the columns, the dtypes and the device alone, never by the number of rows: a
 row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 unless said, measured on an H200."""
 
+from dataclasses import replace
+
 from warpnorm.norms import CHANNEL, GROUPS
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
-from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.plan import FIRST, LAST, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
     COLUMN,
     FULL,
@@ -31,6 +33,9 @@ LARGEST_TEAM = 64
 # holds it in registers, where it lies in one piece. Neither is measured
 LARGEST_PARTS = 1024
 ROW_BY_CHANNEL = 4096
+# Bytes that are loaded, of pattern `column`, between the first tasks of a row and its merging, and between that and the last
+# tasks. BatchNorm of 64 x 256 x 56 x 56 fp16 forward: 65 with 6 MB, 57 with 3
+AHEAD_BYTES = 6 * 1024 * 1024
 # Shared memory left for what a reduction needs.
 SPARE_SHARED_BYTES = 4 * 1024
 
@@ -150,34 +155,66 @@ def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand
 
 
 def column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
+    plan = _column(problem, device)
+    if device.backend == "hip":
+        plan = replace(plan, tasks=FIRST)
+    return plan if problem.has_tasks else last_tasks(problem, plan, device) or plan
+
+
+def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, device: Device) -> Plan | None:
+    """Of those that have a kernel of their own: many small programs, as for a copy."""
+    if not plan.is_apart:
+        return None
+    elements = (4096 if _count_tiles(problem) <= 3 else 2048) // _words(problem)
+    block_cols = max(1, min(problem.cols_class, elements // plan.block_rows))
+    return replace(plan, block_cols=block_cols, programs=0, chunks=1, stages=1, warps=4, tasks=LAST)
+
+
+def _loads(problem: ForwardProblem | BackwardProblem) -> tuple[Operand, ...]:
+    return problem.operands + (problem.grad_outputs if isinstance(problem, BackwardProblem) else ())
+
+
+def _count_tiles(problem: ForwardProblem | BackwardProblem) -> int:
+    return sum(operand.axes in TILES for operand in _loads(problem))
+
+
+def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     """Tiles of lines, wide where memory runs along a line, tall where it runs across lines."""
     lead = next(o for o in problem.operands if o.axes == FULL)
     cols, words = problem.cols_class, _words(problem)
-    is_forward = isinstance(problem, ForwardProblem)
-    loads = problem.operands if isinstance(problem, ForwardProblem) else problem.operands + problem.grad_outputs
+    loads, tensors = _loads(problem), _count_tiles(problem)
+    sums = len(problem.reduced) if isinstance(problem, BackwardProblem) else 0
     if device.is_interpreter:  # few programs, which run one after another
         chunks = 1 if cols <= 256 else 0 if problem.norm.rows == CHANNEL else 4
-        return Plan(COLUMN_PATTERN, 32, min(cols, 256), 4, 3, chunks=chunks, why="few programs")
+        return Plan(COLUMN_PATTERN, 32, min(cols, 256), 4, 3, chunks=chunks, ahead=1, held=64, why="few programs")
     if lead.row_strides[-1].literal == 1 and lead.col_strides[-1].literal != 1 and cols > 1:
-        # BatchNorm of 64 x 256 x 56 x 56 fp16, channels last, forward: 52; 51 with 5 programs on a unit and 3 stages
-        block_cols, per_unit = min(cols, 32), 3
-        block_rows = 2048 // words // block_cols
+        # BatchNorm of 64 x 256 x 56 x 56, channels last, forward and backward: 52 and 52; with 32 columns 52 and 50, with
+        # more programs and fewer stages 51 and 49. What is loaded between two visits does not stay in L2: in turns 33
+        is_light = tensors <= 2 and sums <= 2
+        block_cols, per_unit = (min(cols, 64), 2) if is_light else (min(cols, 32), 3)
+        block_rows = (4096 if is_light else 2048) // words // block_cols
         # By how many programs the columns of GroupNorm are shared must not depend on the number of samples
-        chunks = 0 if problem.norm.rows == CHANNEL else max(1, min(16, cols // block_cols))
-        stages = min(6, _walk_depth(loads, block_rows * block_cols, per_unit, device))
+        chunks = 0 if problem.norm.rows == CHANNEL else max(1, min(8, cols // block_cols))
+        stages = min(4, _walk_depth(loads, block_rows * block_cols, per_unit, device))
         why = "memory runs across the lines"
         return Plan(
-            COLUMN_PATTERN, block_rows, block_cols, 4, device.units * per_unit, chunks=chunks, stages=stages, why=why
-        )
+            COLUMN_PATTERN, block_rows, block_cols, 4, device.units * per_unit, chunks=chunks, stages=stages, tasks=FIRST,
+            why=why,
+        )  # fmt: skip
     why = "memory runs along the lines"
     if cols <= 4096 // words:
-        # BatchNorm of 64 x 256 x 56 x 56 fp16 forward: 55 with two lines, 53 with one; backward 44 and 56
-        elements = 8192 if is_forward and cols == 4096 else 4096 if problem.has_vectors else 2048
-        return Plan(COLUMN_PATTERN, max(1, elements // words // cols), cols, 4, why=why)
-    # BatchNorm of 256 x 64 x 112 x 112 fp16 forward: 62, with one line of 2048 columns 57; backward 61 and 63
-    block_rows, block_cols = (2, 1024 // words) if is_forward else (1, 2048 // words)
-    chunks = max(16384 // words // block_cols, cols // (block_cols * LARGEST_PARTS))
-    stages = min(4 if is_forward else 5, _walk_depth(loads, block_rows * block_cols, 4, device))
+        # BatchNorm of 64 x 256 x 56 x 56 fp16, forward and backward, by turns: 65 and 59, with 4 warps 62 and 56, one task
+        # after the other 54 and 54; fp32 72 and 72 by turns, 60 and 60 one after the other
+        elements = 4096 if problem.has_vectors else 2048
+        block_rows = max(1, elements // words // cols)
+        is_narrow = tensors <= 2 and _itemsize(problem) <= 2 and words == 1 and problem.has_vectors
+        tile_bytes = max(_loaded_bytes(loads, block_rows * cols), 1)
+        ahead, held = AHEAD_BYTES // tile_bytes, device.cache_bytes // 2 // tile_bytes
+        return Plan(COLUMN_PATTERN, block_rows, cols, 2 if is_narrow else 4, ahead=ahead, held=held, why=why)
+    # BatchNorm of 256 x 64 x 112 x 112 fp16, forward and backward: 63 and 61, with one line of 2048 columns 63 and 60
+    block_rows, block_cols = 2, 1024 // words
+    chunks = max(13312 // words // block_cols, cols // (block_cols * LARGEST_PARTS))
+    stages = min(4, _walk_depth(loads, block_rows * block_cols, 4, device))
     return Plan(COLUMN_PATTERN, block_rows, block_cols, 4, chunks=chunks, stages=stages, why=why)
 
 
@@ -185,10 +222,6 @@ def _walk_depth(loads: tuple[Operand, ...], elements: int, per_unit: int, device
     """As many stages as shared memory has room for."""
     stage_bytes = max(_loaded_bytes(loads, elements), 1)
     return 1 + max(0, (device.shared_bytes // per_unit - SPARE_SHARED_BYTES) // stage_bytes)
-
-
-def column_merge(problem: ForwardProblem, device: Device) -> Plan:
-    return Plan(COLUMN_PATTERN, 4, 256, 4, why="a tile of rows and their pieces")
 
 
 def line_sum(problem: BackwardProblem, device: Device) -> Plan:

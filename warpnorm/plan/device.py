@@ -16,6 +16,7 @@ class Device:
     units: int
     registers_per_unit: int
     shared_bytes: int  # the most that one program can have
+    cache_bytes: int  # of L2
 
     @property
     def is_interpreter(self) -> bool:
@@ -23,14 +24,24 @@ class Device:
 
 
 # Runs programs one after another on the CPU: a handful, so that tests see several programs share the rows.
-INTERPRETER = Device("interpreter", "cpu", warp_size=32, units=3, registers_per_unit=65536, shared_bytes=232448)
+INTERPRETER = Device(
+    "interpreter", "cpu", warp_size=32, units=3, registers_per_unit=65536, shared_bytes=232448, cache_bytes=1 << 20
+)
 
 # For compiling without a GPU at hand: A100, H200, B200, MI300X.
 KNOWN = {
-    "sm_80": Device("cuda", 80, warp_size=32, units=108, registers_per_unit=65536, shared_bytes=166912),
-    "sm_90": Device("cuda", 90, warp_size=32, units=132, registers_per_unit=65536, shared_bytes=232448),
-    "sm_100": Device("cuda", 100, warp_size=32, units=148, registers_per_unit=65536, shared_bytes=232448),
-    "gfx942": Device("hip", "gfx942", warp_size=64, units=304, registers_per_unit=131072, shared_bytes=65536),
+    "sm_80": Device(
+        "cuda", 80, warp_size=32, units=108, registers_per_unit=65536, shared_bytes=166912, cache_bytes=40 << 20
+    ),
+    "sm_90": Device(
+        "cuda", 90, warp_size=32, units=132, registers_per_unit=65536, shared_bytes=232448, cache_bytes=50 << 20
+    ),
+    "sm_100": Device(
+        "cuda", 100, warp_size=32, units=148, registers_per_unit=65536, shared_bytes=232448, cache_bytes=126 << 20
+    ),
+    "gfx942": Device(
+        "hip", "gfx942", warp_size=64, units=304, registers_per_unit=131072, shared_bytes=65536, cache_bytes=4 << 20
+    ),
 }
 
 
@@ -48,4 +59,5 @@ def of(device: torch.device) -> Device:
         backend = "cuda"
     registers = getattr(properties, "regs_per_multiprocessor", 65536)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
-    return Device(backend, arch, properties.warp_size, properties.multi_processor_count, registers, shared)
+    units, cache = properties.multi_processor_count, properties.L2_cache_size
+    return Device(backend, arch, properties.warp_size, units, registers, shared, cache)

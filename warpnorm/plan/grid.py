@@ -1,6 +1,6 @@
 """How many programs run a plan on an iteration space, and what partial sums they leave behind."""
 
-from math import prod
+from math import lcm, prod
 from typing import NamedTuple
 
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
@@ -55,8 +55,114 @@ def column_parts(plan: Plan, space: Space) -> int:
     return -(-space.cols // part_cols(plan, space))
 
 
-def column(plan: Plan, space: Space) -> tuple[int, int]:
-    return -(-space.rows // plan.block_rows) * column_parts(plan, space), 1
+class Layout(NamedTuple):
+    """Of the units of pattern `column`. How far apart they are, in lines, and the blocks of lines in one, and the lines in a
+    block; the same where lines are counted up to `limit`. How many blocks a unit has; in how many pieces its rows lie,
+    how many of its lines apart these are, and how many rows it has."""
+
+    unit_stride: int
+    block_stride: int
+    line_stride: int
+    unit_step: int
+    block_step: int
+    limit: int
+    blocks: int
+    pieces: int
+    inner: int
+    rows: int
+
+
+def layout(plan: Plan, space: Space) -> tuple[Layout, int]:
+    """And how many units there are. Where all rows lie side by side in every piece, a unit is a block of them. Otherwise,
+    pieces lying side by side, it is so many lines as are both whole rows and whole blocks; or one row, if `is_gathered`."""
+    block, pieces, inner = plan.block_rows, space.pieces, space.inner_rows
+    if plan.is_gathered:
+        unit_stride = 1 if pieces * inner == space.rows else pieces
+        blocks = -(-pieces // block)
+        return Layout(unit_stride, block * inner, inner, 0, block, pieces, blocks, pieces, 1, 1), space.statistics
+    if pieces * inner == space.rows:
+        return Layout(block, inner, 1, block, 0, inner, pieces, pieces, block, block), -(-inner // block)
+    lines = lcm(pieces * inner, block)
+    blocks = min(lines // block, -(-space.rows // block))
+    rows = min(lines // pieces, space.statistics)
+    return Layout(lines, block, 1, lines, block, space.rows, blocks, pieces, inner, rows), -(-space.rows // lines)
+
+
+class Order(NamedTuple):
+    """In which order the tasks of pattern `column` are begun. Every unit has `unit_tiles` tiles and `merges` blocks of rows.
+    All first tasks and merges, and then, in a launch of its own, the last ones, whose numbers go on from `start`. Or by
+    turns, where `start` is -1: a turn has `round_tiles` first tasks, as many last
+    ones, and merges; a unit has `unit_rounds` of the former. Merges come `merge_lag` turns later, the last tasks of the same
+    tiles `lag` turns."""
+
+    units: int
+    unit_tiles: int
+    merges: int
+    start: int
+    round_tiles: int
+    unit_rounds: int
+    merge_lag: int
+    lag: int
+
+    def launches(self, is_apart: bool) -> tuple[tuple["Order", int], ...]:
+        """And how many programs each has; `is_apart`: of first tasks, of merges, and no last tasks."""
+        if self.start < 0:
+            turns = self.units * self.unit_rounds + self.lag
+            return ((self, turns * (2 * self.round_tiles + self.merges)),)
+        tiles = self.units * self.unit_tiles
+        before = tiles + self.units * self.merges
+        if is_apart:
+            return (self, tiles), (self._replace(start=tiles), before - tiles)
+        return (self, before), (self._replace(start=before), tiles)
+
+    @property
+    def divisors(self) -> tuple[int, int]:
+        """What programs divide by."""
+        if self.start < 0:
+            return 2 * self.round_tiles + self.merges, self.unit_rounds
+        return 1, self.units
+
+
+ROUND_TILES = 128  # at the most
+
+
+def order(plan: Plan, space: Space) -> Order:
+    here, units = layout(plan, space)
+    tiles = here.blocks * column_parts(plan, space)
+    merges = -(-here.rows // merge_rows(plan))
+    unit_rounds = -(-tiles // ROUND_TILES)
+    round_tiles = -(-tiles // unit_rounds)
+    merge_lag = -(-plan.ahead // round_tiles)
+    lag = unit_rounds + 2 * merge_lag
+    is_by_turns = not plan.is_apart and lag * round_tiles <= plan.held and lag < units * unit_rounds
+    return Order(units, tiles, merges, -1 if is_by_turns else 0, round_tiles, unit_rounds, merge_lag, lag)
+
+
+def reciprocal(divisor: int) -> tuple[int, int]:
+    """(factor, shift), by which n // divisor is (2 n factor >> 32) >> shift, for every n below 2^31."""
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << (31 + shift)) // divisor), shift
+
+
+def reciprocals(here: Layout, order: Order) -> tuple[int, ...]:
+    """Of what the programs of pattern `column` divide by, in the order in which they do."""
+    divisors = (*order.divisors, here.blocks, here.pieces * here.inner, here.inner)
+    return tuple(number for divisor in divisors for number in reciprocal(divisor))
+
+
+def merge_rows(plan: Plan) -> int:
+    """Rows of a unit that one program merges."""
+    return 1 if plan.is_gathered else min(plan.block_rows, 4)
+
+
+def column(plan: Plan, last: Plan | None, space: Space, has_tasks: bool) -> list[tuple[Plan, Order, int]]:
+    """The launches of pattern `column`, and how many programs each has; `last` is the plan of last tasks that have a kernel
+    of their own. `has_tasks`: there is more to do than to store results."""
+    here = order(plan, space)
+    if not has_tasks:
+        return [(plan, here, here.units * here.unit_tiles)]
+    steps = [(plan, of_launch, programs) for of_launch, programs in here.launches(last is not None)]
+    return steps if last is None else [*steps, *column(last, None, space, False)]
 
 
 def line_sum(plan: Plan, space: Space, gradient: Operand) -> Sum:
@@ -68,13 +174,6 @@ def line_sum(plan: Plan, space: Space, gradient: Operand) -> Sum:
     width, groups = prod(sizes[len(sizes) - inner :]), prod(sizes[:outer])
     parts = column_parts(plan, space) if plan.pattern == COLUMN_PATTERN else 1
     return Sum(groups, space.rows // (groups * width) * parts, width)
-
-
-def pieces(plan: Plan, space: Space) -> Sum:
-    """Of the statistics of lines, and of the sums that backward needs of them, over the pieces of a row."""
-    parts = column_parts(plan, space)
-    groups = space.rows // (space.pieces * space.inner_rows)
-    return Sum(groups, space.pieces * parts, space.inner_rows)
 
 
 def gradient_sum(plan: Plan, space: Space, problem: BackwardProblem, which: int) -> Sum:

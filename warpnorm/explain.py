@@ -194,7 +194,7 @@ def _forward(
     name = f"{plan.pattern}_forward_kernel"
     launches: tuple[tuple[str, tuple[int, ...]], ...] = ((name, grid.forward(plan, space)),)
     if plan.pattern == COLUMN:
-        last = choose.last_tasks(problem, plan, device) if problem.has_tasks else None
+        last = choose.last_tasks(plan)
         steps = grid.column(plan, last, space, problem.has_tasks)
         launches = tuple((name, (programs, 1)) for _plan, _order, programs in steps)
     if asm:
@@ -224,7 +224,7 @@ def _backward(
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), grid.backward(plan, space))]
     sum_plan = choose.column_sum(problem, device)
     if plan.pattern == COLUMN:
-        last = choose.last_tasks(problem, plan, device) if problem.has_tasks else None
+        last = choose.last_tasks(plan)
         steps = grid.column(plan, last, space, problem.has_tasks)
         launches = [(_kernel_name(plan), (programs, 1)) for _plan, _order, programs in steps]
         sum_plan = choose.line_sum(problem, device)

@@ -172,7 +172,7 @@ def prepare_forward(
     if plan.pattern == COLUMN:
         from warpnorm.launch.column import ColumnForwardLaunch
 
-        last = choose.last_tasks(problem, plan, target) if problem.has_tasks else None
+        last = choose.last_tasks(plan)
         last_kernel = bind.forward(problem, last, target, device.index) if last else None
         return ColumnForwardLaunch(problem, plan, space, kernel, call.eps, last, last_kernel)
     return ForwardLaunch(problem, plan, space, kernel, call.eps)
@@ -205,7 +205,7 @@ def prepare_backward(
             )
             if which:
                 column_sums.append((bind.gradient_sums(problem, which, plan_of, target, device.index), plan_of, which))
-        last = choose.last_tasks(problem, plan, target) if problem.has_tasks else None
+        last = choose.last_tasks(plan)
         last_kernel = bind.backward(problem, last, target, device.index) if last else None
         return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)
     sums = bind.backward_sums(problem, plan, target, device.index)

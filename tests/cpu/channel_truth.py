@@ -75,7 +75,7 @@ def pytorch(a: Arguments) -> torch.Tensor:
     """PyTorch's operator; without statistics of its own, an instance is normalized by batch norm."""
     if a.norm == "instance_norm" and not a.is_training:
         a = replace(a, norm="batch_norm")
-    if a.norm == "group_norm" and a.weight is None and a.bias is not None:
+    if a.weight is None and a.bias is not None and (a.norm == "group_norm" or a.input.is_cuda):
         a = replace(a, weight=torch.ones_like(a.bias))  # without a weight its gradient fails
     return PYTORCH[a.norm](**a.keywords)
 

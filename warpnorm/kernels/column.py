@@ -109,7 +109,7 @@ def merge_statistics(
         )
         count = widths.to(COMPUTE)
         total += count
-        ratio = tl.where(count > 0, count / tl.where(count > 0, total, 1.0), 0.0)
+        ratio = tl.where(count > 0, mean_of(count, tl.where(count > 0, total, 1.0)), 0.0)
         words = ask(piece_ptrs, offsets, mask)
         their_mean, their_squares = receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
         delta = their_mean - mean
@@ -162,11 +162,13 @@ def line_statistics(
     lanes = tl.arange(0, BLOCK_COLS)
     if IS_WALKED:
         if IS_CORRECTED:
-            # Deviations from a value of the line: the means of lanes are rounded as often as they are moved
-            pivot = load_tile(
-                operands, strides, sizes, row_offsets, row_mask, lines, first + tl.arange(0, 1), cols,
+            # Deviations from the mean of the first block: the means of lanes are rounded as often as they are moved
+            block = load_tile(
+                operands, strides, sizes, row_offsets, row_mask, lines, first + lanes, cols,
                 LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
             )[0]  # fmt: skip
+            there = tl.where((lanes < width)[None, :], block, 0.0)
+            pivot = mean_of(tl.sum(there, 1), tl.minimum(width, BLOCK_COLS))[:, None]
         state = start_walk(tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE), True)
         for step in tl.range(0, tl.cdiv(width, BLOCK_COLS), num_stages=STAGES):
             col_offsets = first + step * BLOCK_COLS + lanes

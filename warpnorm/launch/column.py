@@ -73,8 +73,6 @@ class ColumnBackwardLaunch:
         read = tuple(map(in_bits, (*operands, *grad_outputs)))
         written = tuple(gradients[i] for i in problem.written)
         sums = {i: grid.line_sum(plan, space, problem.gradients[i]) for i in problem.reduced}
-        if self.last is not None:
-            sums |= {i: grid.line_sum(self.last, space, problem.gradients[i]) for i in problem.settled_last}
         partials = {i: torch.empty(s.numel, dtype=problem.compute, device=device) for i, s in sums.items()}
         with on_device(gradients[0]):
             words = _words(plan, space, problem, device)

@@ -156,18 +156,12 @@ def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand
 
 def column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     plan = _column(problem, device)
-    if device.backend == "hip":
-        plan = replace(plan, tasks=FIRST)
-    return plan if problem.has_tasks else last_tasks(problem, plan, device) or plan
+    return replace(plan, tasks=FIRST) if device.backend == "hip" and problem.has_tasks else plan
 
 
-def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, device: Device) -> Plan | None:
-    """Of those that have a kernel of their own: many small programs, as for a copy."""
-    if not plan.is_apart:
-        return None
-    elements = (4096 if _count_tiles(problem) <= 3 else 2048) // _words(problem)
-    block_cols = max(1, min(problem.cols_class, elements // plan.block_rows))
-    return replace(plan, block_cols=block_cols, programs=0, chunks=1, stages=1, warps=4, tasks=LAST)
+def last_tasks(plan: Plan) -> Plan | None:
+    """Of those that have a kernel of their own."""
+    return replace(plan, tasks=LAST) if plan.is_apart else None
 
 
 def _loads(problem: ForwardProblem | BackwardProblem) -> tuple[Operand, ...]:
@@ -198,9 +192,8 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         stages = min(4, _walk_depth(loads, block_rows * block_cols, per_unit, device))
         why = "memory runs across the lines"
         return Plan(
-            COLUMN_PATTERN, block_rows, block_cols, 4, device.units * per_unit, chunks=chunks, stages=stages, tasks=FIRST,
-            why=why,
-        )  # fmt: skip
+            COLUMN_PATTERN, block_rows, block_cols, 4, device.units * per_unit, chunks=chunks, stages=stages, why=why
+        )
     why = "memory runs along the lines"
     if cols <= 4096 // words:
         # BatchNorm of 64 x 256 x 56 x 56 fp16, forward and backward, by turns: 65 and 59, with 4 warps 62 and 56, one task

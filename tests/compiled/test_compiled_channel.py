@@ -121,5 +121,5 @@ def test_plans_do_not_depend_on_the_samples(is_last: bool) -> None:
                 call, views = case.call(torch.bfloat16, samples)
                 problem, space = pipeline.forward_problem(call, (*views, views[0]))
                 plan = choose.forward(problem, KNOWN["sm_90"])
-                parts.add((problem, plan, grid.part_cols(plan, space) if plan.pattern == COLUMN else space.cols))
+                parts.add((problem, plan, grid.spans(plan, space) if plan.pattern == COLUMN else space.cols))
             assert len(parts) == 1, f"{groups} groups of {size} x {size}"

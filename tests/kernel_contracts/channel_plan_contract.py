@@ -34,7 +34,7 @@ PLANS = (
     Plan(COLUMN, 8, 8, 4, programs=6, chunks=0, stages=3),
     Plan(COLUMN, 16, 16, 8, programs=1000, chunks=0),
     Plan(COLUMN, 2, 16, 4, ahead=1, held=1000),
-    Plan(COLUMN, 1, 8, 1, chunks=2, stages=2, ahead=40, held=1000),
+    Plan(COLUMN, 1, 8, 1, chunks=2, stages=2, ahead=9, held=1000),
     Plan(COLUMN, 4, 32, 4, ahead=0, held=1000),
     Plan(COLUMN, 2, 16, 4, is_gathered=True, tasks=FIRST),
     Plan(COLUMN, 8, 8, 4, chunks=2, stages=2, is_gathered=True, ahead=2, held=1000),

@@ -291,7 +291,7 @@ def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Seq
         "order": tuple(Argument("i32") for _ in grid.Order._fields),
         "reciprocals": (Argument("u32"), Argument("i32")) * 5,
         "cols": Argument(offset, geometry["cols"].divisor),
-        "part_cols": Argument(offset, plan.block_cols),
+        "spans": (Argument(offset, plan.block_cols), Argument(offset, plan.block_cols), Argument(offset)),
     }
 
 

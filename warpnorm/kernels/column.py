@@ -1,6 +1,6 @@
 """Access pattern `column`: rows that lie in pieces, or side by side, so that memory runs across them: the norms by channel.
-A line is a piece of a row, or all of it. A tile is BLOCK_ROWS lines and `part_cols` of their columns, one block of columns
-or many (IS_WALKED). A unit is some rows, whole, and the tiles that these lie in.
+A line is a piece of a row, or all of it. A tile is BLOCK_ROWS lines and a part of their columns, one block of them or many
+(IS_WALKED), side by side or as far apart as there are parts. A unit is some rows, whole, and the tiles that these lie in.
 
 One launch has three tasks. The first, for each tile: the statistics of its lines, in backward their sums. The second, for
 some rows of a unit: to merge those of their pieces. The third, for each tile: its results. Programs are numbered so that the
@@ -28,7 +28,7 @@ from warpnorm.kernels.statistics import (
     sum_terms,
     tile_squares,
 )
-from warpnorm.kernels.tasks import FIRST, LAST, MERGE, task_of, tile_of, tile_place
+from warpnorm.kernels.tasks import FIRST, LAST, MERGE, part_of, task_of, tile_of, tile_place
 from warpnorm.kernels.words import ask, for_lines, mask_of_rows, receive, send
 
 
@@ -66,8 +66,9 @@ def rows_to_merge(unit, number, layout, statistics, MERGE_ROWS: tl.constexpr):
 
 @triton.jit
 def items_of(
-    unit, rows, row_mask, first, order, layout, cols, part_cols, BLOCK_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr
-):
+    unit, rows, row_mask, first, order, layout, cols, spans,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MERGE_COLS: tl.constexpr, IS_WALKED: tl.constexpr,
+):  # fmt: skip
     """Parts of pieces of rows: where the numbers of some of them are, which are there, and how many columns each has."""
     blocks, pieces, inner = layout[6], layout[7], layout[8]
     parts = order[1] // blocks
@@ -76,7 +77,7 @@ def items_of(
     part = items // pieces
     line = (rows // inner * (pieces * inner) + rows % inner)[:, None] + (items % pieces * inner)[None, :]
     offsets = unit.to(tl.int64) * order[1] * BLOCK_ROWS + (part * blocks * BLOCK_ROWS)[None, :] + line
-    widths = tl.minimum(cols - part * part_cols, part_cols)
+    _first, _steps, widths = part_of(part, cols, spans, BLOCK_COLS, IS_WALKED)
     return offsets, row_mask[:, None] & is_there[None, :], tl.where(is_there, widths, 0)[None, :]
 
 
@@ -93,9 +94,10 @@ def average(pointers, new, mask, kept, gained):
 @triton.jit
 def merge_statistics(
     piece_ptrs, row_ptrs, statistic_ptrs, running_ptrs, factors, unit, number, statistics, order, layout, cols,
-    part_cols, eps,
+    spans, eps,
     STATISTICS: tl.constexpr, HAS_RUNNING: tl.constexpr, COMPUTE: tl.constexpr, WAITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr,
+    IS_WALKED: tl.constexpr,
 ):  # fmt: skip
     """Of rows, from those of their pieces, by Chan's formula: block by block in lanes, then the lanes."""
     rows, row_numbers, row_mask = rows_to_merge(unit, number, layout, statistics, MERGE_ROWS)
@@ -105,7 +107,7 @@ def merge_statistics(
     pieces = layout[7]
     for first in tl.range(0, order[1] // layout[6] * pieces, MERGE_COLS):
         offsets, mask, widths = items_of(
-            unit, rows, row_mask, first, order, layout, cols, part_cols, BLOCK_ROWS, MERGE_COLS
+            unit, rows, row_mask, first, order, layout, cols, spans, BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, IS_WALKED
         )
         count = widths.to(COMPUTE)
         total += count
@@ -132,15 +134,16 @@ def merge_statistics(
 
 @triton.jit
 def merge_sums(
-    piece_ptrs, row_ptrs, unit, number, statistics, order, layout, cols, part_cols,
+    piece_ptrs, row_ptrs, unit, number, statistics, order, layout, cols, spans,
     COMPUTE: tl.constexpr, WAITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr,
+    IS_WALKED: tl.constexpr,
 ):  # fmt: skip
     rows, row_numbers, row_mask = rows_to_merge(unit, number, layout, statistics, MERGE_ROWS)
     sums = start_walk(tl.zeros((MERGE_ROWS, MERGE_COLS), COMPUTE), True)
     for first in tl.range(0, order[1] // layout[6] * layout[7], MERGE_COLS):
         offsets, mask, _widths = items_of(
-            unit, rows, row_mask, first, order, layout, cols, part_cols, BLOCK_ROWS, MERGE_COLS
+            unit, rows, row_mask, first, order, layout, cols, spans, BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, IS_WALKED
         )
         words = ask(piece_ptrs, offsets, mask)
         added = receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
@@ -151,13 +154,14 @@ def merge_sums(
 
 @triton.jit
 def line_statistics(
-    operands, strides, sizes, row_offsets, row_mask, first, width, cols,
+    operands, strides, sizes, row_offsets, row_mask, part, cols, spans,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_CORRECTED: tl.constexpr, STAGES: tl.constexpr,
     POLICY: tl.constexpr,
 ):  # fmt: skip
     """(mean, M2) of the lines of a tile."""
+    first, steps, width = part_of(part, cols, spans, BLOCK_COLS, IS_WALKED)
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
     lanes = tl.arange(0, BLOCK_COLS)
     if IS_WALKED:
@@ -167,11 +171,11 @@ def line_statistics(
                 operands, strides, sizes, row_offsets, row_mask, lines, first + lanes, cols,
                 LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
             )[0]  # fmt: skip
-            there = tl.where((lanes < width)[None, :], block, 0.0)
-            pivot = mean_of(tl.sum(there, 1), tl.minimum(width, BLOCK_COLS))[:, None]
+            there = tl.where((first + lanes < cols)[None, :], block, 0.0)
+            pivot = mean_of(tl.sum(there, 1), tl.minimum(cols - first, BLOCK_COLS))[:, None]
         state = start_walk(tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE), True)
-        for step in tl.range(0, tl.cdiv(width, BLOCK_COLS), num_stages=STAGES):
-            col_offsets = first + step * BLOCK_COLS + lanes
+        for step in tl.range(0, steps, num_stages=STAGES):
+            col_offsets = first + step * spans[1] + lanes
             c, _values, _columns, _place = load_tile(
                 operands, strides, sizes, row_offsets, row_mask, lines, col_offsets, cols,
                 LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
@@ -206,7 +210,7 @@ def store_results(
 
 @triton.jit
 def write_tile(
-    unit, number, operands, outputs, row_ptrs, strides, sizes, rows, layout, reciprocals, cols, part_cols,
+    unit, number, operands, outputs, row_ptrs, strides, sizes, rows, layout, reciprocals, cols, spans,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, HAS_STATISTIC: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -215,9 +219,10 @@ def write_tile(
 ):  # fmt: skip
     """The last task of forward."""
     HAS_ONE: tl.constexpr = IS_GATHERED or BLOCK_ROWS == 1
-    row_offsets, row_mask, row_numbers, _part, first, width, is_there = tile_place(
-        unit, number, rows, layout, reciprocals, cols, part_cols, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, HAS_FULL_BLOCKS
-    )
+    row_offsets, row_mask, row_numbers, _part, first, steps, is_there = tile_place(
+            unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+            HAS_FULL_BLOCKS, IS_WALKED,
+        )  # fmt: skip
     if is_there:
         is_row = mask_of_rows(row_mask, HAS_ONE)
         pair = (row_mask,)
@@ -227,10 +232,10 @@ def write_tile(
         if IS_WALKED:
             if HAS_STATISTIC:
                 pair = for_lines(receive(words, row_ptrs, row_numbers, is_row, COMPUTE, WAITS), HAS_ONE)
-            for step in tl.range(0, tl.cdiv(width, BLOCK_COLS), num_stages=STAGES):
+            for step in tl.range(0, steps, num_stages=STAGES):  # from the end: it was read last
                 c, values, columns, place = load_tile(
                     operands, strides, sizes, row_offsets, row_mask, lines,
-                    first + step * BLOCK_COLS + tl.arange(0, BLOCK_COLS), cols,
+                    first + (steps - 1 - step) * spans[1] + tl.arange(0, BLOCK_COLS), cols,
                     LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, "evict_first",
                 )  # fmt: skip
                 store_results(c, values, columns, place, pair, outputs, strides, sizes, EPILOGUE, STORE, HAS_STATISTIC)
@@ -247,7 +252,7 @@ def write_tile(
 @triton.jit
 def column_forward_kernel(
     operands, outputs, piece_ptrs, row_ptrs, statistic_ptrs, strides, sizes, rows, statistics, layout, order,
-    reciprocals, cols, part_cols, eps, running_ptrs, factors,
+    reciprocals, cols, spans, eps, running_ptrs, factors,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, HAS_STATISTIC: tl.constexpr, STATISTICS: tl.constexpr,
     HAS_RUNNING: tl.constexpr,
@@ -261,39 +266,31 @@ def column_forward_kernel(
         if task == MERGE:
             merge_statistics(
                 piece_ptrs, row_ptrs, statistic_ptrs, running_ptrs, factors, unit, number, statistics, order, layout, cols,
-                part_cols, eps, STATISTICS, HAS_RUNNING, COMPUTE, WAITS, BLOCK_ROWS, MERGE_ROWS, MERGE_COLS,
+                spans, eps,
+                STATISTICS, HAS_RUNNING, COMPUTE, WAITS, BLOCK_ROWS, BLOCK_COLS, MERGE_ROWS, MERGE_COLS, IS_WALKED,
             )  # fmt: skip
         elif task == FIRST:
-            row_offsets, row_mask, _row_numbers, _part, first, width, is_there = tile_place(
-                unit,
-                number,
-                rows,
-                layout,
-                reciprocals,
-                cols,
-                part_cols,
-                HAS_PIECES,
-                IS_GATHERED,
-                BLOCK_ROWS,
-                HAS_FULL_BLOCKS,
-            )
+            row_offsets, row_mask, _row_numbers, part, _first, _steps, is_there = tile_place(
+            unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+            HAS_FULL_BLOCKS, IS_WALKED,
+        )  # fmt: skip
             if is_there:
                 pair = line_statistics(
-                    operands, strides, sizes, row_offsets, row_mask, first, width, cols,
+                    operands, strides, sizes, row_offsets, row_mask, part, cols, spans,
                     LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_WALKED, IS_EXACT,
                     IS_CORRECTED, STAGES, "evict_last",
                 )  # fmt: skip
                 send_lines(piece_ptrs, unit, number, order, pair, row_mask, BLOCK_ROWS)
         elif HAS_LAST and task == LAST:
             write_tile(
-                unit, number, operands, outputs, row_ptrs, strides, sizes, rows, layout, reciprocals, cols, part_cols,
+                unit, number, operands, outputs, row_ptrs, strides, sizes, rows, layout, reciprocals, cols, spans,
                 LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE, STORE, HAS_STATISTIC, COMPUTE, HAS_PIECES,
                 BLOCK_ROWS, BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, IS_GATHERED, WAITS,
             )  # fmt: skip
     else:
         unit, number = tile_of(order)
         write_tile(
-            unit, number, operands, outputs, row_ptrs, strides, sizes, rows, layout, reciprocals, cols, part_cols,
+            unit, number, operands, outputs, row_ptrs, strides, sizes, rows, layout, reciprocals, cols, spans,
             LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE, STORE, HAS_STATISTIC, COMPUTE, HAS_PIECES,
             BLOCK_ROWS, BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, IS_GATHERED, WAITS,
         )  # fmt: skip
@@ -301,7 +298,7 @@ def column_forward_kernel(
 
 @triton.jit
 def line_sums(
-    operands, strides, sizes, row_offsets, row_mask, statistics, first, width, cols,
+    operands, strides, sizes, row_offsets, row_mask, statistics, first, steps, cols, spans,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE_VJP: tl.constexpr, ACCUMULATE_FIRST: tl.constexpr, FIRST_SUMS: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
@@ -311,11 +308,10 @@ def line_sums(
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
     state = start_walk(tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE), True)
     accumulators = (tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE),) * FIRST_SUMS
-    steps = tl.cdiv(width, BLOCK_COLS) if IS_WALKED else 1
     for step in tl.range(0, steps, num_stages=STAGES):
         c, values, columns, place = load_tile(
             operands, strides, sizes, row_offsets, row_mask, lines,
-            first + step * BLOCK_COLS + tl.arange(0, BLOCK_COLS), cols,
+            first + step * spans[1] + tl.arange(0, BLOCK_COLS), cols,
             LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
         )  # fmt: skip
         xhat = normalize(c, statistics, True)
@@ -353,7 +349,7 @@ def store_gradients(
 @triton.jit
 def write_gradients(
     unit, number, operands, gradients, partials, row_ptrs, statistic_ptrs, strides, sizes, rows, layout, order, reciprocals,
-    cols, part_cols,
+    cols, spans,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     ACCUMULATE_LAST: tl.constexpr, STORE_LAST: tl.constexpr, LAST_SUMS: tl.constexpr,
@@ -364,9 +360,10 @@ def write_gradients(
 ):  # fmt: skip
     """The last task of backward."""
     HAS_ONE: tl.constexpr = IS_GATHERED or BLOCK_ROWS == 1
-    row_offsets, row_mask, row_numbers, part, first, width, is_there = tile_place(
-        unit, number, rows, layout, reciprocals, cols, part_cols, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, HAS_FULL_BLOCKS
-    )
+    row_offsets, row_mask, row_numbers, part, first, steps, is_there = tile_place(
+            unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+            HAS_FULL_BLOCKS, IS_WALKED,
+        )  # fmt: skip
     if is_there:
         is_row = mask_of_rows(row_mask, HAS_ONE)
         pair = (row_mask,)
@@ -381,10 +378,10 @@ def write_gradients(
         if IS_WALKED:
             if HAS_STATISTIC and NEEDS_SUMS:
                 sums = for_lines(receive(words, row_ptrs, row_numbers, is_row, COMPUTE, WAITS), HAS_ONE)
-            for step in tl.range(0, tl.cdiv(width, BLOCK_COLS), num_stages=STAGES):
+            for step in tl.range(0, steps, num_stages=STAGES):  # from the end: it was read last
                 c, values, columns, place = load_tile(
                     operands, strides, sizes, row_offsets, row_mask, lines,
-                    first + step * BLOCK_COLS + tl.arange(0, BLOCK_COLS), cols,
+                    first + (steps - 1 - step) * spans[1] + tl.arange(0, BLOCK_COLS), cols,
                     LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, "evict_first",
                 )  # fmt: skip
                 results = store_gradients(
@@ -410,7 +407,7 @@ def write_gradients(
 @triton.jit
 def column_backward_kernel(
     operands, gradients, partials, piece_ptrs, row_ptrs, statistic_ptrs, strides, sizes, rows, statistics, layout, order,
-    reciprocals, cols, part_cols,
+    reciprocals, cols, spans,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     ACCUMULATE_FIRST: tl.constexpr, STORE_FIRST: tl.constexpr, ACCUMULATE_LAST: tl.constexpr, STORE_LAST: tl.constexpr,
@@ -425,28 +422,19 @@ def column_backward_kernel(
         task, unit, number = task_of(order, reciprocals)
         if task == MERGE:
             merge_sums(
-                piece_ptrs, row_ptrs, unit, number, statistics, order, layout, cols, part_cols,
-                COMPUTE, WAITS, BLOCK_ROWS, MERGE_ROWS, MERGE_COLS,
+                piece_ptrs, row_ptrs, unit, number, statistics, order, layout, cols, spans,
+                COMPUTE, WAITS, BLOCK_ROWS, BLOCK_COLS, MERGE_ROWS, MERGE_COLS, IS_WALKED,
             )  # fmt: skip
         elif task == FIRST:
-            row_offsets, row_mask, row_numbers, part, first, width, is_there = tile_place(
-                unit,
-                number,
-                rows,
-                layout,
-                reciprocals,
-                cols,
-                part_cols,
-                HAS_PIECES,
-                IS_GATHERED,
-                BLOCK_ROWS,
-                HAS_FULL_BLOCKS,
-            )
+            row_offsets, row_mask, row_numbers, part, first, steps, is_there = tile_place(
+            unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+            HAS_FULL_BLOCKS, IS_WALKED,
+        )  # fmt: skip
             if is_there:
                 is_row = mask_of_rows(row_mask, HAS_ONE)
                 pair = for_lines(load_statistics(statistic_ptrs, row_numbers, is_row, True), HAS_ONE)
                 terms, settled = line_sums(
-                    operands, strides, sizes, row_offsets, row_mask, pair, first, width, cols,
+                    operands, strides, sizes, row_offsets, row_mask, pair, first, steps, cols, spans,
                     LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE_VJP, ACCUMULATE_FIRST, FIRST_SUMS,
                     COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_WALKED, IS_EXACT, IS_LINEAR, STAGES, "evict_last",
                 )  # fmt: skip
@@ -455,7 +443,7 @@ def column_backward_kernel(
         elif HAS_LAST and task == LAST:
             write_gradients(
                 unit, number, operands, gradients, partials, row_ptrs, statistic_ptrs, strides, sizes, rows, layout, order,
-                reciprocals, cols, part_cols, LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP,
+                reciprocals, cols, spans, LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP,
                 STORE, ACCUMULATE_LAST, STORE_LAST, LAST_SUMS, NEEDS_SUMS, HAS_STATISTIC, COMPUTE, HAS_PIECES, BLOCK_ROWS,
                 BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, IS_GATHERED, WAITS, IS_LINEAR,
             )  # fmt: skip
@@ -463,7 +451,7 @@ def column_backward_kernel(
         unit, number = tile_of(order)
         write_gradients(
             unit, number, operands, gradients, partials, row_ptrs, statistic_ptrs, strides, sizes, rows, layout, order,
-            reciprocals, cols, part_cols, LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
+            reciprocals, cols, spans, LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
             ACCUMULATE_LAST, STORE_LAST, LAST_SUMS, NEEDS_SUMS, HAS_STATISTIC, COMPUTE, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS,
             HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, IS_GATHERED, WAITS, IS_LINEAR,
         )  # fmt: skip

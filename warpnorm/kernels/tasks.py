@@ -56,12 +56,26 @@ def tile_of(order):
 
 
 @triton.jit
+def part_of(part, cols, spans, BLOCK_COLS: tl.constexpr, IS_WALKED: tl.constexpr):
+    """Of parts of the columns: the first column, the number of blocks, and of columns."""
+    part_cols, step_cols, span_cols = spans
+    first = part * part_cols
+    span = tl.minimum(cols - first, span_cols)
+    if IS_WALKED:
+        steps = tl.cdiv(span, step_cols)
+        return first, steps, (steps - 1) * BLOCK_COLS + tl.minimum(span - (steps - 1) * step_cols, BLOCK_COLS)
+    else:
+        return first, 1, span
+
+
+@triton.jit
 def tile_place(
-    unit, number, rows, layout, reciprocals, cols, part_cols,
-    HAS_PIECES: tl.constexpr, IS_GATHERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr,
+    unit, number, rows, layout, reciprocals, cols, spans,
+    HAS_PIECES: tl.constexpr, IS_GATHERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    HAS_FULL_BLOCKS: tl.constexpr, IS_WALKED: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: line offsets and their mask, the rows that these are pieces of, or the only one, the part of the columns,
-    the first of them and their number; and whether there is any line."""
+    the first of them and in how many blocks they are; and whether there is any line."""
     unit_stride, block_stride, line_stride, unit_step, block_step, limit, blocks, pieces, inner, unit_rows = layout
     part = quotient(number, blocks.to(tl.int32), reciprocals[4], reciprocals[5])
     block = number.to(rows.dtype) - part * blocks
@@ -84,7 +98,6 @@ def tile_place(
             outer = quotient(line, pieces * inner, reciprocals[6], reciprocals[7])
             within = line - quotient(line, inner, reciprocals[8], reciprocals[9]) * inner
             row_numbers = unit * unit_rows + outer * inner + within
-    first = (part * part_cols).to(cols.dtype)
-    width = tl.minimum(cols - first, part_cols.to(cols.dtype))
+    first, steps, _width = part_of(part, cols, spans, BLOCK_COLS, IS_WALKED)
     mask = column_mask(inside + lanes, limit, HAS_FULL_BLOCKS)
-    return row_offsets, mask, row_numbers, part, first, width, inside < limit
+    return row_offsets, mask, row_numbers, part, first, steps, inside < limit

@@ -91,7 +91,7 @@ class ColumnBackwardLaunch:
 def _geometry(plan: Plan, space: Space, order: grid.Order) -> tuple[Any, ...]:
     layout = grid.layout(plan, space)[0]
     lines = (space.strides, space.sizes, space.rows, space.statistics, layout, order)
-    return *lines, grid.reciprocals(layout, order), space.cols, grid.part_cols(plan, space)
+    return *lines, grid.reciprocals(layout, order), space.cols, grid.spans(plan, space)
 
 
 def _words(

@@ -180,7 +180,7 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     sums = len(problem.reduced) if isinstance(problem, BackwardProblem) else 0
     if device.is_interpreter:  # few programs, which run one after another
         chunks = 1 if cols <= 256 else 0 if problem.norm.rows == CHANNEL else 4
-        return Plan(COLUMN_PATTERN, 32, min(cols, 256), 4, 3, chunks=chunks, ahead=1, held=64, why="few programs")
+        return Plan(COLUMN_PATTERN, 32, min(cols, 256), 4, 3, chunks=chunks, ahead=1, held=16, why="few programs")
     if lead.row_strides[-1].literal == 1 and lead.col_strides[-1].literal != 1 and cols > 1:
         # BatchNorm of 64 x 256 x 56 x 56, channels last, forward and backward: 52 and 52; with 32 columns 52 and 50, with
         # more programs and fewer stages 51 and 49. What is loaded between two visits does not stay in L2: in turns 33

@@ -42,17 +42,28 @@ def _shares(plan: Plan, space: Space) -> tuple[int, int]:
     return space.groups * max(1, min(programs // space.groups, -(-group_rows // plan.block_rows))), by_cols
 
 
-def part_cols(plan: Plan, space: Space) -> int:
-    """How many columns of a line one program takes, of pattern `column`."""
+class Spans(NamedTuple):
+    """How many columns apart the parts of a line begin, of pattern `column`, and the blocks of one; how many columns it
+    reaches over at the most."""
+
+    part_cols: int
+    step_cols: int
+    span_cols: int
+
+
+def spans(plan: Plan, space: Space) -> Spans:
+    """Where as many programs share the columns as there are at the same time, their blocks take turns: memory is read in
+    its order."""
     if plan.chunks:
-        return plan.chunks * plan.block_cols
-    parts = max(1, plan.programs * plan.block_rows // max(space.rows, plan.block_rows))
-    blocks = -(-space.cols // plan.block_cols)
-    return -(-blocks // parts) * plan.block_cols
+        return Spans(plan.chunks * plan.block_cols, plan.block_cols, plan.chunks * plan.block_cols)
+    return Spans(plan.block_cols, column_parts(plan, space) * plan.block_cols, space.cols)
 
 
 def column_parts(plan: Plan, space: Space) -> int:
-    return -(-space.cols // part_cols(plan, space))
+    if plan.chunks:
+        return -(-space.cols // (plan.chunks * plan.block_cols))
+    parts = max(1, plan.programs * plan.block_rows // max(space.rows, plan.block_rows))
+    return min(parts, -(-space.cols // plan.block_cols))
 
 
 class Layout(NamedTuple):

@@ -90,7 +90,8 @@ class Subject:
     def _picked(self) -> torch.Tensor:
         """Slices at the start and the end of the input, so that both ends of the grid are looked at."""
         size = self.case.shape[self.case.workload.part_dim]
-        fitting = CHECKED_ELEMENTS // max(prod(self.case.shape) // size, 1)
+        elements = CHECKED_ELEMENTS * (4 if self.full[0].is_cuda else 1)  # the error of ten sums would be luck
+        fitting = elements // max(prod(self.case.shape) // size, 1)
         half = min(CHECKED_SLICES, fitting, size) // 2 or 1
         picked = torch.cat([torch.arange(half), torch.arange(size - half, size)]).unique()
         return picked.to(self.full[0].device)

@@ -141,6 +141,11 @@ class Running(NamedTuple):
         """Of what they were, of the mean, and of the biased variance."""
         return 1.0 - self.momentum, self.momentum, self.momentum * (self.size / (self.size - 1))
 
+    @property
+    def arguments(self) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[float, float, float]]:
+        """What a kernel is told."""
+        return (self.mean, self.variance), self.factors
+
     def can_be_averaged_beside(self, operands: "Sequence[torch.Tensor | float]") -> bool:
         """Whether a kernel that reads the operands may write these meanwhile: they share no memory."""
         if not (self.mean.is_contiguous() and self.variance.is_contiguous()):

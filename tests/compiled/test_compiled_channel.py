@@ -15,7 +15,7 @@ from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, Norm
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import KNOWN
-from warpnorm.plan.plan import COLUMN
+from warpnorm.plan.plan import COLUMN, ROW
 from warpnorm.problem import FULL, Axes, Call, View
 from warpnorm.reference import Affine, FixedAffine, Itself
 
@@ -58,7 +58,7 @@ ARE_WHOLE = ("kernel", "first_kernel", "last_kernel")  # which read the input; t
 
 
 def compile_all(
-    case: Case, dtype: torch.dtype, target: str, monkeypatch: pytest.MonkeyPatch
+    case: Case, dtype: torch.dtype, target: str, monkeypatch: pytest.MonkeyPatch, pattern: str = COLUMN
 ) -> list[tuple[str, str, Any]]:
     """(direction, name, compiled kernel) of everything that a call launches."""
     monkeypatch.setattr(devices, "of", lambda device: KNOWN[target])
@@ -72,7 +72,7 @@ def compile_all(
     }
     found = []
     for direction, launch in launches.items():
-        assert launch.plan.pattern == COLUMN
+        assert launch.plan.pattern == pattern
         kernels = {name: value for name, value in vars(launch).items() if isinstance(value, BoundKernel)}
         if "last_kernel" in kernels:  # it alone writes results
             kernels["first_kernel"] = kernels.pop("kernel")
@@ -108,6 +108,18 @@ def test_amd_by_channel(case: Case, dtype: torch.dtype, monkeypatch: pytest.Monk
         if name in ("kernel", "last_kernel"):
             assert re.search(r"(global|buffer)_store_dwordx4", code), direction
         assert kernel.metadata.shared <= KNOWN["gfx942"].shared_bytes, f"{direction} {name}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_short_rows_side_by_side_are_read_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of 8 vectors: whole rows in a tile, whose memory runs across them."""
+    case = Case("batch_of_vectors", BATCH_NORM, (8, 65_536, 1, 1), True)
+    for direction, name, kernel in compile_all(case, dtype, "sm_90", monkeypatch, ROW):
+        code = kernel.asm["ptx"]
+        if name == "kernel":
+            assert re.search(r"ld\.global\S*\.v4\.b32", code) or re.search(r"cp\.async\.cg\S* .*0x10", code), direction
+            assert re.search(r"st\.global\S*\.v4\.b32", code), direction
+        assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} {name}"
 
 
 @pytest.mark.parametrize("is_last", [False, True], ids=["nchw", "channels_last"])

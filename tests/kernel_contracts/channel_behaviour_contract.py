@@ -33,12 +33,13 @@ from warpnorm.problem import View
 
 NCHW = Layout("nchw", (4, 6, 5, 7), why="memory runs along the lines")
 LAST = Layout("channels_last", (4, 6, 5, 7), view=last, why="memory runs across them")
+SHORT = Layout("short_rows", (8, 6, 2, 3), view=last, why="rows of few columns side by side")
 LONG = Layout("long_lines", (2, 4, 4500), why="a walk")
 by_mode = pytest.mark.parametrize("mode", MODES, ids=str)
 
 
 @by_mode
-@pytest.mark.parametrize("layout", [NCHW, LAST, LONG], ids=str)
+@pytest.mark.parametrize("layout", [NCHW, LAST, SHORT, LONG], ids=str)
 def test_same_inputs_same_bits_by_channel(layout: Layout, mode: Mode, device: str) -> None:
     a = arguments(mode, layout.make(torch.float32, device))
     first, again = (run_ours(a, gradient_for(a)) for _ in range(2))
@@ -105,14 +106,16 @@ def running(mode: Mode, input: torch.Tensor, momentum: float, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
 @pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0])
-@pytest.mark.parametrize(("mode", "layout"), [(BATCH, LAST), (INSTANCE, NCHW)], ids=str)
+@pytest.mark.parametrize(("mode", "layout"), [(BATCH, LAST), (BATCH, SHORT), (INSTANCE, NCHW)], ids=str)
 def test_running_statistics_of_training(
     mode: Mode, layout: Layout, momentum: float, dtypes: tuple[torch.dtype, ...], device: str
 ) -> None:
     check_accuracy(lambda seed: running(mode, layout.make(dtypes[0], device, seed), momentum, dtypes[1], seed))
 
 
-@pytest.mark.parametrize(("mode", "layout"), [(BATCH, NCHW), (INSTANCE, NCHW), (INSTANCE, LAST)], ids=str)
+@pytest.mark.parametrize(
+    ("mode", "layout"), [(BATCH, NCHW), (BATCH, SHORT), (INSTANCE, NCHW), (INSTANCE, LAST)], ids=str
+)
 @pytest.mark.parametrize("scale", [1e-3, 1e4])
 def test_running_variances_of_any_size(scale: float, mode: Mode, layout: Layout, device: str) -> None:
     """A variance far below eps is one too."""

@@ -123,10 +123,11 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         **_geometry(problem, problem.operands + problem.outputs),
         "eps": Argument(TYPES[problem.compute]),
     }
+    running = {"running_ptrs": tuple(Argument("*" + TYPES[dtype]) for dtype in problem.running)}
+    running["factors"] = tuple(Argument(TYPES[problem.compute]) for _ in range(3 if problem.running else 0))
     if plan.pattern == COLUMN:
         arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs) | {"eps": arguments["eps"]}
-        arguments["running_ptrs"] = tuple(Argument("*" + TYPES[dtype]) for dtype in problem.running)
-        arguments["factors"] = tuple(Argument(TYPES[problem.compute]) for _ in range(3 if problem.running else 0))
+        arguments |= running
         constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue", "epilogue", "store")
         constants |= _walk(problem, plan, device) | {"STATISTICS": len(problem.norm.statistics)}
         constants["HAS_RUNNING"] = bool(problem.running)
@@ -136,7 +137,8 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
     if plan.pattern == ROW:
         constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
         constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
-        return BoundKernel(row_forward_kernel, arguments, constants, plan, device)
+        constants |= {"KEEPS_VARIANCE": problem.norm.keeps_variance, "HAS_RUNNING": bool(problem.running)}
+        return BoundKernel(row_forward_kernel, arguments | running, constants, plan, device)
     constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     return BoundKernel(long_row_forward_kernel, arguments, constants, plan, device)
 
@@ -179,6 +181,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
     if plan.pattern == ROW:
         constants |= _functions(cache.load(pointwise.backward_source(problem)), "hold")
         constants |= {"BLOCK_ROWS": plan.block_rows, "RECOMPUTES": plan.recomputes and device.backend == "cuda"}
+        constants["HAS_GROUPS"] = not problem.norm.is_by_channel  # whose lines never come in groups
         # The gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
         is_fused = problem.cols_class > 1
         return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device, is_fused)

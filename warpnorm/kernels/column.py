@@ -16,6 +16,7 @@ import triton.language as tl
 from warpnorm.kernels.masks import column_mask
 from warpnorm.kernels.statistics import (
     add_terms,
+    average_statistics,
     gradient,
     lane_counts,
     load_statistics,
@@ -25,6 +26,7 @@ from warpnorm.kernels.statistics import (
     quick_step,
     reciprocal_sqrt,
     start_walk,
+    store_statistics,
     sum_terms,
     tile_squares,
 )
@@ -82,16 +84,6 @@ def items_of(
 
 
 @triton.jit
-def average(pointers, new, mask, kept, gained):
-    """Into running statistics."""
-    old = tl.load(pointers, mask=mask, other=0.0).to(new.dtype)
-    result = old * kept + new * gained
-    if pointers.dtype.element_ty.primitive_bitwidth == 16:  # the halves by way of float32, also from float64
-        result = result.to(tl.float32)
-    tl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def merge_statistics(
     piece_ptrs, row_ptrs, statistic_ptrs, running_ptrs, factors, unit, number, statistics, order, layout, cols,
     spans, eps,
@@ -123,13 +115,10 @@ def merge_statistics(
     rstd = reciprocal_sqrt(variance + eps)
     send(row_ptrs[0] + row_numbers, merged, row_mask)
     send(row_ptrs[1] + row_numbers, rstd, row_mask)
-    tl.store(statistic_ptrs[0] + row_numbers, merged, mask=row_mask)
-    tl.store(statistic_ptrs[1] + row_numbers, rstd, mask=row_mask)
-    if STATISTICS > 2:
-        tl.store(statistic_ptrs[2] + row_numbers, variance, mask=row_mask)
+    found = (merged, rstd, variance)
+    store_statistics(statistic_ptrs, found, row_numbers, row_mask, True, STATISTICS > 2)
     if HAS_RUNNING:
-        average(running_ptrs[0] + row_numbers, merged, row_mask, factors[0], factors[1])
-        average(running_ptrs[1] + row_numbers, variance, row_mask, factors[0], factors[2])
+        average_statistics(running_ptrs, found, row_numbers, row_mask, factors)
 
 
 @triton.jit
@@ -220,9 +209,9 @@ def write_tile(
     """The last task of forward."""
     HAS_ONE: tl.constexpr = IS_GATHERED or BLOCK_ROWS == 1
     row_offsets, row_mask, row_numbers, _part, first, steps, is_there = tile_place(
-            unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
-            HAS_FULL_BLOCKS, IS_WALKED,
-        )  # fmt: skip
+        unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+        HAS_FULL_BLOCKS, IS_WALKED,
+    )  # fmt: skip
     if is_there:
         is_row = mask_of_rows(row_mask, HAS_ONE)
         pair = (row_mask,)
@@ -271,9 +260,9 @@ def column_forward_kernel(
             )  # fmt: skip
         elif task == FIRST:
             row_offsets, row_mask, _row_numbers, part, _first, _steps, is_there = tile_place(
-            unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
-            HAS_FULL_BLOCKS, IS_WALKED,
-        )  # fmt: skip
+                unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+                HAS_FULL_BLOCKS, IS_WALKED,
+            )  # fmt: skip
             if is_there:
                 pair = line_statistics(
                     operands, strides, sizes, row_offsets, row_mask, part, cols, spans,
@@ -361,9 +350,9 @@ def write_gradients(
     """The last task of backward."""
     HAS_ONE: tl.constexpr = IS_GATHERED or BLOCK_ROWS == 1
     row_offsets, row_mask, row_numbers, part, first, steps, is_there = tile_place(
-            unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
-            HAS_FULL_BLOCKS, IS_WALKED,
-        )  # fmt: skip
+        unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+        HAS_FULL_BLOCKS, IS_WALKED,
+    )  # fmt: skip
     if is_there:
         is_row = mask_of_rows(row_mask, HAS_ONE)
         pair = (row_mask,)
@@ -427,9 +416,9 @@ def column_backward_kernel(
             )  # fmt: skip
         elif task == FIRST:
             row_offsets, row_mask, row_numbers, part, first, steps, is_there = tile_place(
-            unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
-            HAS_FULL_BLOCKS, IS_WALKED,
-        )  # fmt: skip
+                unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+                HAS_FULL_BLOCKS, IS_WALKED,
+            )  # fmt: skip
             if is_there:
                 is_row = mask_of_rows(row_mask, HAS_ONE)
                 pair = for_lines(load_statistics(statistic_ptrs, row_numbers, is_row, True), HAS_ONE)

@@ -7,6 +7,7 @@ import triton.language as tl
 
 from warpnorm.kernels.masks import column_mask, rows_mask
 from warpnorm.kernels.statistics import (
+    average_statistics,
     gradient,
     load_statistics,
     normalize,
@@ -19,9 +20,11 @@ from warpnorm.kernels.statistics import (
 
 @triton.jit
 def forward_tile(
-    block, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, col_offsets, col_mask,
+    block, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
+    col_offsets, col_mask,
     LOAD_ROWS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, KEEPS_VARIANCE: tl.constexpr, HAS_RUNNING: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     row_offsets = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows_mask(row_offsets, rows)
@@ -30,16 +33,19 @@ def forward_tile(
     values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
     c = PROLOGUE(values, columns, place)  # (BLOCK_ROWS, BLOCK_COLS)
     statistics = row_statistics(c, mask, cols, eps, IS_CENTERED, IS_CORRECTED)
-    store_statistics(statistic_ptrs, statistics, row_offsets, row_mask, IS_CENTERED)
+    store_statistics(statistic_ptrs, statistics, row_offsets, row_mask, IS_CENTERED, KEEPS_VARIANCE)
+    if HAS_RUNNING:
+        average_statistics(running_ptrs, statistics, row_offsets, row_mask, factors)
     results = EPILOGUE(normalize(c, statistics, IS_CENTERED), c, values, columns, place)
     STORE(outputs, results, strides, sizes, row_offsets, col_offsets, mask)
 
 
 @triton.jit
 def row_forward_kernel(
-    operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps,
+    operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr,
+    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, KEEPS_VARIANCE: tl.constexpr,
+    HAS_RUNNING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, IS_EXACT: tl.constexpr, IS_PERSISTENT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -50,13 +56,15 @@ def row_forward_kernel(
     if IS_PERSISTENT:
         for block in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
             forward_tile(
-                block, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, col_offsets, col_mask,
-                LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, BLOCK_ROWS,
+                block, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
+                col_offsets, col_mask, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
+                HAS_RUNNING, BLOCK_ROWS,
             )  # fmt: skip
     else:
         forward_tile(
-            program, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, col_offsets, col_mask,
-            LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, BLOCK_ROWS,
+            program, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
+            col_offsets, col_mask, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
+            HAS_RUNNING, BLOCK_ROWS,
         )  # fmt: skip
 
 
@@ -67,13 +75,18 @@ def row_backward_kernel(
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, IS_EXACT: tl.constexpr, RECOMPUTES: tl.constexpr,
-    STAGES: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, IS_EXACT: tl.constexpr,
+    RECOMPUTES: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    shares = tl.num_programs(0) // groups  # programs that share the rows of a group
-    group_rows = rows // groups
-    first_row = (program // shares) * group_rows
+    if HAS_GROUPS:
+        shares = tl.num_programs(0) // groups  # programs that share the rows of a group
+        group_rows = rows // groups
+        first_row = (program // shares) * group_rows
+    else:  # and the compiler knows what divides a block's first row
+        shares = tl.num_programs(0)
+        group_rows = rows
+        first_row = 0
     col_offsets = tl.arange(0, BLOCK_COLS)
     col_mask = column_mask(col_offsets, cols, IS_EXACT)
     columns = LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask)

@@ -1,6 +1,7 @@
 """The statistic of a row, on registers or along a walk, and its gradient. Never E[x^2] - E[x]^2: the variance is the
 mean square of deviations from the mean, and walks merge (count, mean, M2) by Chan's formula.
-Statistics are tuples with one number a row: (mean, rstd) if IS_CENTERED, else (rstd,). See docs/derivations.md."""
+Statistics are tuples with one number a row: (mean, rstd) if IS_CENTERED, and where it is at hand the variance, else (rstd,).
+See docs/derivations.md."""
 
 import triton
 import triton.language as tl
@@ -33,7 +34,7 @@ def mean_and_rstd(mean, deviation, squares, cols, eps, IS_CORRECTED: tl.constexp
         mean += shift
         variance -= shift * shift
         variance = tl.where(variance < 0.0, 0.0, variance)  # unlike a maximum, this keeps NaN
-    return mean, reciprocal_sqrt(variance + eps)
+    return mean, reciprocal_sqrt(variance + eps), variance
 
 
 @triton.jit
@@ -57,10 +58,30 @@ def normalize(c, statistics, IS_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def store_statistics(statistic_ptrs, statistics, rows, row_mask, IS_CENTERED: tl.constexpr):
+def store_statistics(
+    statistic_ptrs, statistics, rows, row_mask, IS_CENTERED: tl.constexpr, KEEPS_VARIANCE: tl.constexpr = False
+):
     tl.store(statistic_ptrs[0] + rows, statistics[0], mask=row_mask)
     if IS_CENTERED:
         tl.store(statistic_ptrs[1] + rows, statistics[1], mask=row_mask)
+    if KEEPS_VARIANCE:
+        tl.store(statistic_ptrs[2] + rows, statistics[2], mask=row_mask)
+
+
+@triton.jit
+def average_statistics(running_ptrs, statistics, rows, row_mask, factors):
+    """Into running ones, of the mean and of the variance."""
+    average(running_ptrs[0] + rows, statistics[0], row_mask, factors[0], factors[1])
+    average(running_ptrs[1] + rows, statistics[2], row_mask, factors[0], factors[2])
+
+
+@triton.jit
+def average(pointers, new, mask, kept, gained):
+    old = tl.load(pointers, mask=mask, other=0.0).to(new.dtype)
+    result = old * kept + new * gained
+    if pointers.dtype.element_ty.primitive_bitwidth == 16:  # the halves by way of float32, also from float64
+        result = result.to(tl.float32)
+    tl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)
 
 
 @triton.jit

@@ -40,7 +40,7 @@ class ColumnForwardLaunch:
         with on_device(outputs[0]):
             words = _words(plan, space, problem, outputs[0].device)
             arguments = (tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), *words, statistics)
-            averaged = ((running.mean, running.variance), running.factors) if running is not None else ((), ())
+            averaged: tuple[Any, ...] = ((), ()) if running is None else running.arguments
             for of_step, order, programs in grid.column(plan, self.last, space, problem.has_tasks):
                 kernel = self.last_kernel if of_step is self.last else self.kernel
                 assert kernel is not None

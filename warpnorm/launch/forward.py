@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from warpnorm.codegen.bind import BoundKernel
 from warpnorm.codegen.expressions import FLOAT8
 from warpnorm.plan import grid
-from warpnorm.plan.plan import Plan
+from warpnorm.plan.plan import ROW, Plan
 from warpnorm.problem import ForwardProblem, Running
 from warpnorm.space import Space
 
@@ -28,14 +29,16 @@ class ForwardLaunch:
         outputs: Sequence[torch.Tensor],
         running: Running | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Writes the outputs; returns the statistics, one number a row each."""
-        assert running is None, "running statistics are averaged by pattern `column`"
+        """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
         space = self.space
+        averaged: tuple[Any, ...] = ()
+        if self.plan.pattern == ROW:
+            averaged = ((), ()) if running is None else running.arguments
         statistics = empty_statistics(self.problem, space.rows, outputs[0].device)
         with on_device(outputs[0]):
             self.kernel.launch(
                 grid.forward(self.plan, space), tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), statistics,
-                space.strides, space.sizes, space.rows, space.cols, self.eps,
+                space.strides, space.sizes, space.rows, space.cols, self.eps, *averaged,
             )  # fmt: skip
         return statistics
 

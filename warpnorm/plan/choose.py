@@ -36,6 +36,8 @@ ROW_BY_CHANNEL = 4096
 # Bytes that are loaded, of pattern `column`, between the first tasks of a row and its merging, and between that and the last
 # tasks. BatchNorm of 64 x 256 x 56 x 56 fp16 forward: 65 with 6 MB, 57 with 3
 AHEAD_BYTES = 6 * 1024 * 1024
+# Columns of rows that lie side by side up to which a tile has them whole. Not measured
+SHORT_ROW = 64
 # Shared memory left for what a reduction needs.
 SPARE_SHARED_BYTES = 4 * 1024
 
@@ -44,7 +46,10 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     cols = problem.cols_class
     live = _live_words(problem)
     is_long = cols > _largest_row(problem) or live * cols > device.registers_per_unit * 3 // 4
-    if problem.norm.is_by_channel and (is_long or not _has_whole_rows(problem) or problem.norm.keeps_variance):
+    if problem.norm.is_by_channel and _is_short_across(problem):
+        block_rows = min(4096 // _words(problem) // cols, 512)
+        return Plan(ROW, block_rows, cols, 4, why="short rows that lie side by side: a tile has them whole")
+    if problem.norm.is_by_channel and (is_long or not _has_whole_rows(problem)):
         return column(problem, device)
     if is_long:
         # Columns a block at 32k: LayerNorm 71 with 4096, 51 with 8192; RMSNorm, with one walk's arithmetic less, 70 and 85
@@ -78,7 +83,8 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
 
 
 def backward(problem: BackwardProblem, device: Device) -> Plan:
-    if problem.norm.is_by_channel and (not _has_whole_rows(problem) or problem.cols_class > ROW_BY_CHANNEL):
+    is_row = _is_short_across(problem) or (_has_whole_rows(problem) and problem.cols_class <= ROW_BY_CHANNEL)
+    if problem.norm.is_by_channel and not is_row:
         return column(problem, device)
     cols = problem.cols_class
     loads = problem.operands + problem.grad_outputs
@@ -120,6 +126,13 @@ def _has_whole_rows(problem: Problem) -> bool:
     lead = next((o for o in problem.operands if o.axes == FULL), None)
     is_along = lead is not None and (lead.col_strides[-1].literal == 1 or problem.cols_class == 1)
     return is_along and not problem.has_pieces and problem.norm.is_computed
+
+
+def _is_short_across(problem: Problem) -> bool:
+    """Whether rows lie in one piece, of few columns, and memory runs across them."""
+    lead = next((o for o in problem.operands if o.axes == FULL), None)
+    is_across = lead is not None and lead.row_strides[-1].literal == 1 and lead.col_strides[-1].literal != 1
+    return is_across and not problem.has_pieces and problem.norm.is_computed and 1 < problem.cols_class <= SHORT_ROW
 
 
 def _can_exchange(problem: BackwardProblem) -> bool:

@@ -11,7 +11,7 @@ from warpnorm.plan import grid
 from warpnorm.plan.plan import COLUMN, Plan
 from warpnorm.space import Space
 
-examples = settings(max_examples=60, deadline=None, database=None, derandomize=True)
+examples = settings(max_examples=30, deadline=None, database=None, derandomize=True)
 
 
 @triton.jit

@@ -10,12 +10,13 @@ import torch
 
 from compiled.test_compiled import NVIDIA, local_memory
 from warpnorm import pipeline
+from warpnorm.codegen import bind
 from warpnorm.codegen.bind import BoundKernel
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, Norm
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import KNOWN
-from warpnorm.plan.plan import COLUMN, ROW
+from warpnorm.plan.plan import COLUMN, ROW, Plan
 from warpnorm.problem import FULL, Axes, Call, View
 from warpnorm.reference import Affine, FixedAffine, Itself
 
@@ -112,6 +113,13 @@ def test_amd_by_channel(case: Case, dtype: torch.dtype, monkeypatch: pytest.Monk
         if name in ("kernel", "last_kernel"):
             assert re.search(r"(global|buffer)_store_dwordx4", code), direction
         assert kernel.metadata.shared <= KNOWN["gfx942"].shared_bytes, f"{direction} {name}"
+
+
+def test_amd_refuses_plans_that_wait() -> None:
+    call, views = CASES[0].call(torch.float32)
+    problem, _ = pipeline.forward_problem(call, (*views, views[0]))
+    with pytest.raises(ValueError, match="a launch of its own"):
+        bind.forward(problem, Plan(COLUMN, 1, 64, 4), KNOWN["gfx942"], 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

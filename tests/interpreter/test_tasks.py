@@ -41,8 +41,8 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Space]:
     space = Space(rows, cols, (), (), (), (), (rows,), 1, pieces=pieces, inner_rows=inner)
     block_rows, block_cols = 2 ** draw(st.integers(0, 3)), 2 ** draw(st.integers(0, 4))
     chunks, ahead = draw(st.integers(1, 3)), draw(st.integers(0, 20))
-    held, is_gathered = draw(st.sampled_from([0, 5, 1000])), draw(st.booleans())
-    plan = Plan(COLUMN, block_rows, block_cols, 4, chunks=chunks, ahead=ahead, held=held, is_gathered=is_gathered)
+    held = draw(st.sampled_from([0, 5, 1000]))
+    plan = Plan(COLUMN, block_rows, block_cols, 4, chunks=chunks, ahead=ahead, held=held)
     return plan, space
 
 

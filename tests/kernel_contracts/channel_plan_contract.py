@@ -36,8 +36,8 @@ PLANS = (
     Plan(COLUMN, 2, 16, 4, ahead=1, held=1000),
     Plan(COLUMN, 1, 8, 1, chunks=2, stages=2, ahead=9, held=1000),
     Plan(COLUMN, 4, 32, 4, ahead=0, held=1000),
-    Plan(COLUMN, 2, 16, 4, is_gathered=True, tasks=FIRST),
-    Plan(COLUMN, 8, 8, 4, chunks=2, stages=2, is_gathered=True, ahead=2, held=1000),
+    Plan(COLUMN, 2, 16, 4, tasks=FIRST),
+    Plan(COLUMN, 8, 8, 4, chunks=2, stages=2, ahead=2, held=1000),
 )
 
 

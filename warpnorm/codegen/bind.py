@@ -257,16 +257,17 @@ def _is_exact(problem: Problem, plan: Plan) -> bool:
 
 def _walk(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
     """The constants of every walk by tiles of lines."""
+    if device.backend == "hip" and problem.has_tasks and plan.tasks == ALL:
+        raise ValueError("on AMD's GPUs programs cannot wait for each other: each task needs a launch of its own")
     constants = {"COMPUTE": COMPUTE[problem.compute], "BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols}
     constants |= {"IS_WALKED": plan.is_walked, "STAGES": plan.stages, "HAS_PIECES": problem.has_pieces}
     constants |= {"IS_CORRECTED": problem.has_long_mantissas, "HAS_STATISTIC": problem.norm.is_computed}
     constants |= {"MERGE_ROWS": merge_rows(plan), "MERGE_COLS": min(MERGED, 8 * plan.warps**3) // merge_rows(plan)}
-    constants["IS_GATHERED"] = plan.is_gathered
     constants["WAITS"] = plan.tasks == ALL and device.backend == "cuda"
     constants["HAS_FIRST"] = problem.has_tasks and plan.tasks != LAST
     constants["HAS_LAST"] = plan.tasks != FIRST
     constants["IS_EXACT"] = problem.cols_divisor % plan.block_cols == 0
-    return constants | {"HAS_FULL_BLOCKS": not plan.is_gathered and problem.rows_divisor % plan.block_rows == 0}
+    return constants | {"HAS_FULL_BLOCKS": problem.rows_divisor % plan.block_rows == 0}
 
 
 def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Sequence[Operand]) -> dict[str, Any]:
@@ -279,8 +280,6 @@ def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Seq
     sizes = tuple(Argument(offset, size.divisor) for size in geometry["sizes"])
     divisor = min(problem.rows_divisor, plan.block_rows)
     layout = {"block_stride": divisor, "limit": problem.rows_divisor, "unit_stride": plan.block_rows}
-    if plan.is_gathered:
-        layout = {"block_stride": divisor, "line_stride": problem.rows_divisor}
     return {
         **{name: arguments[name] for name in named if name in arguments},
         "piece_ptrs": pair,

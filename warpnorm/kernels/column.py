@@ -61,7 +61,7 @@ def send_lines(pieces_ptrs, unit, number, order, pair, row_mask, BLOCK_ROWS: tl.
 def rows_to_merge(unit, number, layout, statistics, MERGE_ROWS: tl.constexpr):
     """Rows of a unit, and their numbers among all."""
     rows = number * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
-    unit_rows = layout[9]
+    unit_rows = layout[8]
     row_numbers = unit.to(tl.int64) * unit_rows + rows
     return rows, row_numbers, (rows < unit_rows) & (row_numbers < statistics)
 
@@ -72,13 +72,13 @@ def items_of(
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, MERGE_COLS: tl.constexpr, IS_WALKED: tl.constexpr,
 ):  # fmt: skip
     """Parts of pieces of rows: where the numbers of some of them are, which are there, and how many columns each has."""
-    blocks, pieces, inner = layout[6], layout[7], layout[8]
+    blocks, pieces, inner = layout[5], layout[6], layout[7]
     parts = order[1] // blocks
     items = first + tl.arange(0, MERGE_COLS)
     is_there = items < pieces * parts
     part = items // pieces
     line = (rows // inner * (pieces * inner) + rows % inner)[:, None] + (items % pieces * inner)[None, :]
-    offsets = unit.to(tl.int64) * order[1] * BLOCK_ROWS + (part * blocks * BLOCK_ROWS)[None, :] + line
+    offsets = unit.to(tl.int64) * order[1] * BLOCK_ROWS + (part.to(tl.int64) * blocks * BLOCK_ROWS)[None, :] + line
     _first, _steps, widths = part_of(part, cols, spans, BLOCK_COLS, IS_WALKED)
     return offsets, row_mask[:, None] & is_there[None, :], tl.where(is_there, widths, 0)[None, :]
 
@@ -96,8 +96,8 @@ def merge_statistics(
     mean = tl.zeros((MERGE_ROWS, MERGE_COLS), COMPUTE)
     squares = tl.zeros((MERGE_ROWS, MERGE_COLS), COMPUTE)
     total = tl.zeros((1, MERGE_COLS), COMPUTE)
-    pieces = layout[7]
-    for first in tl.range(0, order[1] // layout[6] * pieces, MERGE_COLS):
+    pieces = layout[6]
+    for first in tl.range(0, order[1] // layout[5] * pieces, MERGE_COLS):
         offsets, mask, widths = items_of(
             unit, rows, row_mask, first, order, layout, cols, spans, BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, IS_WALKED
         )
@@ -130,7 +130,7 @@ def merge_sums(
 ):  # fmt: skip
     rows, row_numbers, row_mask = rows_to_merge(unit, number, layout, statistics, MERGE_ROWS)
     sums = start_walk(tl.zeros((MERGE_ROWS, MERGE_COLS), COMPUTE), True)
-    for first in tl.range(0, order[1] // layout[6] * layout[7], MERGE_COLS):
+    for first in tl.range(0, order[1] // layout[5] * layout[6], MERGE_COLS):
         offsets, mask, _widths = items_of(
             unit, rows, row_mask, first, order, layout, cols, spans, BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, IS_WALKED
         )
@@ -143,14 +143,13 @@ def merge_sums(
 
 @triton.jit
 def line_statistics(
-    operands, strides, sizes, row_offsets, row_mask, part, cols, spans,
+    operands, strides, sizes, row_offsets, row_mask, first, steps, width, cols, spans,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_CORRECTED: tl.constexpr, STAGES: tl.constexpr,
     POLICY: tl.constexpr,
 ):  # fmt: skip
     """(mean, M2) of the lines of a tile."""
-    first, steps, width = part_of(part, cols, spans, BLOCK_COLS, IS_WALKED)
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
     lanes = tl.arange(0, BLOCK_COLS)
     if IS_WALKED:
@@ -204,12 +203,12 @@ def write_tile(
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, HAS_STATISTIC: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr,
-    IS_GATHERED: tl.constexpr, WAITS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):  # fmt: skip
     """The last task of forward."""
-    HAS_ONE: tl.constexpr = IS_GATHERED or BLOCK_ROWS == 1
-    row_offsets, row_mask, row_numbers, _part, first, steps, is_there = tile_place(
-        unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+    HAS_ONE: tl.constexpr = BLOCK_ROWS == 1
+    row_offsets, row_mask, row_numbers, _part, first, steps, _width, is_there = tile_place(
+        unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS,
         HAS_FULL_BLOCKS, IS_WALKED,
     )  # fmt: skip
     if is_there:
@@ -247,7 +246,7 @@ def column_forward_kernel(
     HAS_RUNNING: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_CORRECTED: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr, IS_GATHERED: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr,
     WAITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
     if HAS_FIRST:
@@ -259,13 +258,13 @@ def column_forward_kernel(
                 STATISTICS, HAS_RUNNING, COMPUTE, WAITS, BLOCK_ROWS, BLOCK_COLS, MERGE_ROWS, MERGE_COLS, IS_WALKED,
             )  # fmt: skip
         elif task == FIRST:
-            row_offsets, row_mask, _row_numbers, part, _first, _steps, is_there = tile_place(
-                unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+            row_offsets, row_mask, _row_numbers, _part, first, steps, width, is_there = tile_place(
+                unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS,
                 HAS_FULL_BLOCKS, IS_WALKED,
             )  # fmt: skip
             if is_there:
                 pair = line_statistics(
-                    operands, strides, sizes, row_offsets, row_mask, part, cols, spans,
+                    operands, strides, sizes, row_offsets, row_mask, first, steps, width, cols, spans,
                     LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_WALKED, IS_EXACT,
                     IS_CORRECTED, STAGES, "evict_last",
                 )  # fmt: skip
@@ -274,14 +273,14 @@ def column_forward_kernel(
             write_tile(
                 unit, number, operands, outputs, row_ptrs, strides, sizes, rows, layout, reciprocals, cols, spans,
                 LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE, STORE, HAS_STATISTIC, COMPUTE, HAS_PIECES,
-                BLOCK_ROWS, BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, IS_GATHERED, WAITS,
+                BLOCK_ROWS, BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, WAITS,
             )  # fmt: skip
     else:
         unit, number = tile_of(order)
         write_tile(
             unit, number, operands, outputs, row_ptrs, strides, sizes, rows, layout, reciprocals, cols, spans,
             LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE, STORE, HAS_STATISTIC, COMPUTE, HAS_PIECES,
-            BLOCK_ROWS, BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, IS_GATHERED, WAITS,
+            BLOCK_ROWS, BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, WAITS,
         )  # fmt: skip
 
 
@@ -291,7 +290,7 @@ def line_sums(
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE_VJP: tl.constexpr, ACCUMULATE_FIRST: tl.constexpr, FIRST_SUMS: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_LINEAR: tl.constexpr, STAGES: tl.constexpr, POLICY: tl.constexpr,
+    IS_EXACT: tl.constexpr, IS_LINEAR: tl.constexpr, STAGES: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """What must be summed over the lines of a tile before there is a gradient, and gradients that are such sums."""
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
@@ -345,12 +344,12 @@ def write_gradients(
     NEEDS_SUMS: tl.constexpr, HAS_STATISTIC: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr,
-    IS_GATHERED: tl.constexpr, WAITS: tl.constexpr, IS_LINEAR: tl.constexpr,
+    WAITS: tl.constexpr, IS_LINEAR: tl.constexpr,
 ):  # fmt: skip
     """The last task of backward."""
-    HAS_ONE: tl.constexpr = IS_GATHERED or BLOCK_ROWS == 1
-    row_offsets, row_mask, row_numbers, part, first, steps, is_there = tile_place(
-        unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+    HAS_ONE: tl.constexpr = BLOCK_ROWS == 1
+    row_offsets, row_mask, row_numbers, part, first, steps, _width, is_there = tile_place(
+        unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS,
         HAS_FULL_BLOCKS, IS_WALKED,
     )  # fmt: skip
     if is_there:
@@ -363,7 +362,7 @@ def write_gradients(
                 words = ask(row_ptrs, row_numbers, is_row)
         lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
         accumulators = (tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE),) * LAST_SUMS
-        count = cols.to(tl.int64) * layout[7]
+        count = cols.to(tl.int64) * layout[6]
         if IS_WALKED:
             if HAS_STATISTIC and NEEDS_SUMS:
                 sums = for_lines(receive(words, row_ptrs, row_numbers, is_row, COMPUTE, WAITS), HAS_ONE)
@@ -390,7 +389,7 @@ def write_gradients(
                 EPILOGUE_VJP, PROLOGUE_VJP, STORE, NEEDS_SUMS, HAS_STATISTIC, IS_LINEAR,
             )  # fmt: skip
             accumulators = ACCUMULATE_LAST(accumulators, results, place[3])
-        STORE_LAST(partials, accumulators, sizes, row_offsets, row_mask, part, order[1] // layout[6], rows)
+        STORE_LAST(partials, accumulators, sizes, row_offsets, row_mask, part, order[1] // layout[5], rows)
 
 
 @triton.jit
@@ -403,10 +402,10 @@ def column_backward_kernel(
     FIRST_SUMS: tl.constexpr, LAST_SUMS: tl.constexpr, NEEDS_SUMS: tl.constexpr, HAS_STATISTIC: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_WALKED: tl.constexpr, STAGES: tl.constexpr, IS_GATHERED: tl.constexpr, WAITS: tl.constexpr,
+    IS_WALKED: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr,
     IS_LINEAR: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
 ):  # fmt: skip
-    HAS_ONE: tl.constexpr = IS_GATHERED or BLOCK_ROWS == 1
+    HAS_ONE: tl.constexpr = BLOCK_ROWS == 1
     if HAS_FIRST:
         task, unit, number = task_of(order, reciprocals)
         if task == MERGE:
@@ -415,8 +414,8 @@ def column_backward_kernel(
                 COMPUTE, WAITS, BLOCK_ROWS, BLOCK_COLS, MERGE_ROWS, MERGE_COLS, IS_WALKED,
             )  # fmt: skip
         elif task == FIRST:
-            row_offsets, row_mask, row_numbers, part, first, steps, is_there = tile_place(
-                unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, IS_GATHERED, BLOCK_ROWS, BLOCK_COLS,
+            row_offsets, row_mask, row_numbers, part, first, steps, _width, is_there = tile_place(
+                unit, number, rows, layout, reciprocals, cols, spans, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS,
                 HAS_FULL_BLOCKS, IS_WALKED,
             )  # fmt: skip
             if is_there:
@@ -425,16 +424,16 @@ def column_backward_kernel(
                 terms, settled = line_sums(
                     operands, strides, sizes, row_offsets, row_mask, pair, first, steps, cols, spans,
                     LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE_VJP, ACCUMULATE_FIRST, FIRST_SUMS,
-                    COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_WALKED, IS_EXACT, IS_LINEAR, STAGES, "evict_last",
+                    COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_EXACT, IS_LINEAR, STAGES, "evict_last",
                 )  # fmt: skip
                 send_lines(piece_ptrs, unit, number, order, terms, row_mask, BLOCK_ROWS)
-                STORE_FIRST(partials, settled, sizes, row_offsets, row_mask, part, order[1] // layout[6], rows)
+                STORE_FIRST(partials, settled, sizes, row_offsets, row_mask, part, order[1] // layout[5], rows)
         elif HAS_LAST and task == LAST:
             write_gradients(
                 unit, number, operands, gradients, partials, row_ptrs, statistic_ptrs, strides, sizes, rows, layout, order,
                 reciprocals, cols, spans, LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP,
                 STORE, ACCUMULATE_LAST, STORE_LAST, LAST_SUMS, NEEDS_SUMS, HAS_STATISTIC, COMPUTE, HAS_PIECES, BLOCK_ROWS,
-                BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, IS_GATHERED, WAITS, IS_LINEAR,
+                BLOCK_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, WAITS, IS_LINEAR,
             )  # fmt: skip
     else:
         unit, number = tile_of(order)
@@ -442,5 +441,5 @@ def column_backward_kernel(
             unit, number, operands, gradients, partials, row_ptrs, statistic_ptrs, strides, sizes, rows, layout, order,
             reciprocals, cols, spans, LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
             ACCUMULATE_LAST, STORE_LAST, LAST_SUMS, NEEDS_SUMS, HAS_STATISTIC, COMPUTE, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS,
-            HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, IS_GATHERED, WAITS, IS_LINEAR,
+            HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, WAITS, IS_LINEAR,
         )  # fmt: skip

@@ -155,12 +155,16 @@ def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr):
     deviation = tl.where(mask, c - mean[:, None], 0.0)
     squares = tl.sum(deviation * deviation, 1)
     if IS_CORRECTED:
-        off = tl.sum(deviation, 1)  # the rounded mean is off by its mean
-        shift = mean_of(off, cols)
-        mean += shift
-        squares -= off * shift
-        squares = tl.where(squares < 0.0, 0.0, squares)  # unlike a maximum, this keeps NaN
+        return corrected(mean, squares, tl.sum(deviation, 1), cols)
     return mean, squares
+
+
+@triton.jit
+def corrected(mean, squares, off, count):
+    """(mean, M2), where the mean is rounded, and the sum of deviations from it is `off`."""
+    shift = mean_of(off, count)
+    squares -= off * shift
+    return mean + shift, tl.where(squares < 0.0, 0.0, squares)  # unlike a maximum, this keeps NaN
 
 
 @triton.jit
@@ -171,11 +175,7 @@ def merge_lanes(state, count, total, IS_CORRECTED: tl.constexpr):
     weighted = count * deviation
     squares = tl.sum(state[1] + weighted * deviation, 1)
     if IS_CORRECTED:
-        off = tl.sum(weighted, 1)  # the rounded mean is off by its mean
-        shift = mean_of(off, total)
-        mean += shift
-        squares -= off * shift
-        squares = tl.where(squares < 0.0, 0.0, squares)  # unlike a maximum, this keeps NaN
+        return corrected(mean, squares, tl.sum(weighted, 1), total)
     return mean, squares
 
 

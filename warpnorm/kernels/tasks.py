@@ -71,33 +71,26 @@ def part_of(part, cols, spans, BLOCK_COLS: tl.constexpr, IS_WALKED: tl.constexpr
 @triton.jit
 def tile_place(
     unit, number, rows, layout, reciprocals, cols, spans,
-    HAS_PIECES: tl.constexpr, IS_GATHERED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    HAS_FULL_BLOCKS: tl.constexpr, IS_WALKED: tl.constexpr,
+    HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr,
+    IS_WALKED: tl.constexpr,
 ):  # fmt: skip
     """Of a tile: line offsets and their mask, the rows that these are pieces of, or the only one, the part of the columns,
-    the first of them and in how many blocks they are; and whether there is any line."""
-    unit_stride, block_stride, line_stride, unit_step, block_step, limit, blocks, pieces, inner, unit_rows = layout
+    the first of them, in how many blocks they are, and their number; and whether there is any line."""
+    unit_stride, block_stride, unit_step, block_step, limit, blocks, pieces, inner, unit_rows = layout
     part = quotient(number, blocks.to(tl.int32), reciprocals[4], reciprocals[5])
     block = number.to(rows.dtype) - part * blocks
     unit = unit.to(rows.dtype)
     lanes = tl.arange(0, BLOCK_ROWS)
-    row_offsets = unit * unit_stride + block * block_stride
-    if IS_GATHERED:
-        row_offsets += lanes * line_stride
-    else:
-        row_offsets += lanes
+    row_offsets = unit * unit_stride + block * block_stride + lanes
     inside = unit * unit_step + block * block_step
-    if IS_GATHERED:
-        row_numbers = unit
-    else:
-        line = block * BLOCK_ROWS
-        if BLOCK_ROWS > 1:
-            line += lanes
-        row_numbers = unit * unit_rows + line
-        if HAS_PIECES:
-            outer = quotient(line, pieces * inner, reciprocals[6], reciprocals[7])
-            within = line - quotient(line, inner, reciprocals[8], reciprocals[9]) * inner
-            row_numbers = unit * unit_rows + outer * inner + within
-    first, steps, _width = part_of(part, cols, spans, BLOCK_COLS, IS_WALKED)
+    line = block * BLOCK_ROWS
+    if BLOCK_ROWS > 1:
+        line += lanes
+    row_numbers = unit * unit_rows + line
+    if HAS_PIECES:
+        outer = quotient(line, pieces * inner, reciprocals[6], reciprocals[7])
+        within = line - quotient(line, inner, reciprocals[8], reciprocals[9]) * inner
+        row_numbers = unit * unit_rows + outer * inner + within
+    first, steps, width = part_of(part, cols, spans, BLOCK_COLS, IS_WALKED)
     mask = column_mask(inside + lanes, limit, HAS_FULL_BLOCKS)
-    return row_offsets, mask, row_numbers, part, first, steps, inside < limit
+    return row_offsets, mask, row_numbers, part, first, steps, width, inside < limit

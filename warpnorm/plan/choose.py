@@ -197,7 +197,8 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     if lead.row_strides[-1].literal == 1 and lead.col_strides[-1].literal != 1 and cols > 1:
         # BatchNorm of 64 x 256 x 56 x 56, channels last, forward and backward: 52 and 52; with 32 columns 52 and 50, with
         # more programs and fewer stages 51 and 49. What is loaded between two visits does not stay in L2: in turns 33
-        is_light = tensors <= 2 and sums <= 2
+        # Evaluation reads four numbers for each line beside: its backward would not fit in registers
+        is_light = problem.has_tasks and tensors <= 2 and sums <= 2
         block_cols, per_unit = (min(cols, 64), 2) if is_light else (min(cols, 32), 3)
         block_rows = (4096 if is_light else 2048) // words // block_cols
         # By how many programs the columns of GroupNorm are shared must not depend on the number of samples

@@ -67,13 +67,12 @@ def column_parts(plan: Plan, space: Space) -> int:
 
 
 class Layout(NamedTuple):
-    """Of the units of pattern `column`. How far apart they are, in lines, and the blocks of lines in one, and the lines in a
-    block; the same where lines are counted up to `limit`. How many blocks a unit has; in how many pieces its rows lie,
-    how many of its lines apart these are, and how many rows it has."""
+    """Of the units of pattern `column`. How far apart they are, in lines, and the blocks of lines in one; the same where
+    lines are counted up to `limit`. How many blocks a unit has; in how many pieces its rows lie, how many of its lines apart
+    these are, and how many rows it has."""
 
     unit_stride: int
     block_stride: int
-    line_stride: int
     unit_step: int
     block_step: int
     limit: int
@@ -85,26 +84,21 @@ class Layout(NamedTuple):
 
 def layout(plan: Plan, space: Space) -> tuple[Layout, int]:
     """And how many units there are. Where all rows lie side by side in every piece, a unit is a block of them. Otherwise,
-    pieces lying side by side, it is so many lines as are both whole rows and whole blocks; or one row, if `is_gathered`."""
+    pieces lying side by side, it is so many lines as are both whole rows and whole blocks."""
     block, pieces, inner = plan.block_rows, space.pieces, space.inner_rows
-    if plan.is_gathered:
-        unit_stride = 1 if pieces * inner == space.rows else pieces
-        blocks = -(-pieces // block)
-        return Layout(unit_stride, block * inner, inner, 0, block, pieces, blocks, pieces, 1, 1), space.statistics
     if pieces * inner == space.rows:
-        return Layout(block, inner, 1, block, 0, inner, pieces, pieces, block, block), -(-inner // block)
+        return Layout(block, inner, block, 0, inner, pieces, pieces, block, block), -(-inner // block)
     lines = lcm(pieces * inner, block)
     blocks = min(lines // block, -(-space.rows // block))
     rows = min(lines // pieces, space.statistics)
-    return Layout(lines, block, 1, lines, block, space.rows, blocks, pieces, inner, rows), -(-space.rows // lines)
+    return Layout(lines, block, lines, block, space.rows, blocks, pieces, inner, rows), -(-space.rows // lines)
 
 
 class Order(NamedTuple):
     """In which order the tasks of pattern `column` are begun. Every unit has `unit_tiles` tiles and `merges` blocks of rows.
     All first tasks and merges, and then, in a launch of its own, the last ones, whose numbers go on from `start`. Or by
-    turns, where `start` is -1: a turn has `round_tiles` first tasks, as many last
-    ones, and merges; a unit has `unit_rounds` of the former. Merges come `merge_lag` turns later, the last tasks of the same
-    tiles `lag` turns."""
+    turns, where `start` is -1: a turn has `round_tiles` first tasks, as many last ones, and merges; a unit has `unit_rounds`
+    of the former. Merges come `merge_lag` turns later, the last tasks of the same tiles `lag` turns."""
 
     units: int
     unit_tiles: int
@@ -163,7 +157,7 @@ def reciprocals(here: Layout, order: Order) -> tuple[int, ...]:
 
 def merge_rows(plan: Plan) -> int:
     """Rows of a unit that one program merges."""
-    return 1 if plan.is_gathered else min(plan.block_rows, 4)
+    return min(plan.block_rows, 4)
 
 
 def column(plan: Plan, last: Plan | None, space: Space, has_tasks: bool) -> list[tuple[Plan, Order, int]]:

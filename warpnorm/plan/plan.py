@@ -16,7 +16,6 @@ class Plan:
     `splits`: how many programs are a team, which shares a row.
     `chunks`: how many blocks of columns, one after another, are one program's part of it (`team`, `column`); 0 in `column`
     is as many as leave `programs` in all.
-    `is_gathered`: the lines of a tile, of pattern `column`, are pieces of one row, not of neighbouring rows.
     `ahead`: how many first tasks are begun, of pattern `column`, between those of a row and its merging, and again between
     that and the last tasks; `held`: as many tiles at the most stay in L2 from their first task to their last. Where that
     is too few, all first tasks come first. `tasks`: which of them the kernel of pattern `column` has. Without the last ones,
@@ -33,7 +32,6 @@ class Plan:
     splits: int = 1
     chunks: int = 1
     stages: int = 1
-    is_gathered: bool = False
     ahead: int = 0
     held: int = 0
     tasks: str = ALL

@@ -22,6 +22,7 @@ from warpnorm.problem import NUMBER, TILES, BackwardProblem, Call, ForwardProble
 from warpnorm.space import Space
 
 DEFAULT_TARGET = "sm_90"
+LAST_TASKS = ", last tasks"  # of pattern `column`, where they have a kernel of their own
 
 
 @dataclass(frozen=True)
@@ -193,14 +194,15 @@ def _forward(
     listings: dict[str, Any] = {}
     name = f"{plan.pattern}_forward_kernel"
     launches: tuple[tuple[str, tuple[int, ...]], ...] = ((name, grid.forward(plan, space)),)
+    last = choose.last_tasks(problem, plan, space, device)
     if plan.pattern == COLUMN:
-        last = choose.last_tasks(plan)
-        steps = grid.column(plan, last, space, problem.has_tasks)
-        launches = tuple((name, (programs, 1)) for _plan, _order, programs in steps)
+        launches = tuple(_tasks(name, grid.column(plan, last, space, problem.has_tasks), last))
     if asm:
         from warpnorm.codegen import bind, listing
 
         listings[name] = listing.read(bind.forward(problem, plan, device, 0))
+        if last is not None:
+            listings[name + LAST_TASKS] = listing.read(bind.forward(problem, last, device, 0))
     return Direction(
         problem, plan, pointwise.forward_source(problem), launches, least + statistics + again, least, listings
     )
@@ -219,14 +221,14 @@ def _backward(
     has_sums = plan.pattern in (LONG_ROW, COLUMN) and problem.needs_grad_xhat and problem.norm.is_computed
     times = 2 if has_sums else 1
     statistics = len(problem.norm.statistics) * space.statistics * problem.compute.itemsize * (1 + 2 * has_sums)
-    sums = [grid.gradient_sum(plan, space, problem, i) for i in problem.reduced]
+    last = choose.last_tasks(problem, plan, space, device)
+    left = grid.left(plan, problem) if plan.pattern == COLUMN else problem.reduced
+    sums = [grid.gradient_sum(plan, space, problem, i) for i in left]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), grid.backward(plan, space))]
     sum_plan = choose.column_sum(problem, device)
     if plan.pattern == COLUMN:
-        last = choose.last_tasks(plan)
-        steps = grid.column(plan, last, space, problem.has_tasks)
-        launches = [(_kernel_name(plan), (programs, 1)) for _plan, _order, programs in steps]
+        launches = _tasks(_kernel_name(plan), grid.column(plan, last, space, problem.has_tasks), last)
         sum_plan = choose.line_sum(problem, device)
     if has_sums and plan.pattern == LONG_ROW:
         launches = [("long_row_sums_kernel", (space.rows, 1)), *launches]
@@ -238,11 +240,19 @@ def _backward(
 
         kernels = {_kernel_name(plan): bind.backward(problem, plan, device, 0)}
         kernels["long_row_sums_kernel"] = bind.backward_sums(problem, plan, device, 0)
+        if last is not None:
+            kernels[_kernel_name(plan) + LAST_TASKS] = bind.backward(problem, last, device, 0)
         kernels["column_sum_kernel"] = bind.column_sum(problem, sum_plan, device, 0)
         listings = {name: listing.read(kernel) for name, kernel in kernels.items() if kernel is not None}
     least = read + written
     moved = least + (times - 1) * tiles + statistics + partials
     return Direction(problem, plan, pointwise.backward_source(problem), tuple(launches), moved, least, listings)
+
+
+def _tasks(
+    name: str, steps: Sequence[tuple[Plan, grid.Order, int]], last: Plan | None
+) -> list[tuple[str, tuple[int, ...]]]:
+    return [(name + LAST_TASKS if step is last else name, (programs, 1)) for step, _order, programs in steps]
 
 
 def _sum_grid(sums: Sequence[grid.Sum], plan: Plan) -> tuple[int, int]:

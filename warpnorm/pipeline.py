@@ -172,7 +172,7 @@ def prepare_forward(
     if plan.pattern == COLUMN:
         from warpnorm.launch.column import ColumnForwardLaunch
 
-        last = choose.last_tasks(plan)
+        last = choose.last_tasks(problem, plan, space, target)
         last_kernel = bind.forward(problem, last, target, device.index) if last else None
         return ColumnForwardLaunch(problem, plan, space, kernel, call.eps, last, last_kernel)
     return ForwardLaunch(problem, plan, space, kernel, call.eps)
@@ -200,12 +200,11 @@ def prepare_backward(
         sum_plan = choose.line_sum(problem, target)
         column_sums = []
         for plan_of, is_tall in ((sum_plan, False), (choose.tall_sum(problem, target), True)):
-            which = tuple(
-                i for i in problem.reduced if (grid.line_sum(plan, space, problem.gradients[i]).width == 1) == is_tall
-            )
+            left = grid.left(plan, problem)
+            which = tuple(i for i in left if (grid.gradient_sum(plan, space, problem, i).width == 1) == is_tall)
             if which:
                 column_sums.append((bind.gradient_sums(problem, which, plan_of, target, device.index), plan_of, which))
-        last = choose.last_tasks(plan)
+        last = choose.last_tasks(problem, plan, space, target)
         last_kernel = bind.backward(problem, last, target, device.index) if last else None
         return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)
     sums = bind.backward_sums(problem, plan, target, device.index)

@@ -21,6 +21,7 @@ NUMBER = "number"  # one value, a Python number handed over by value
 
 TILES = (FULL, GROUP)  # loaded for every element of a tile
 BY_ROW = (FULL, GROUP, ROW, GROUP_SCALAR)  # not the same for all rows
+ALONG = (ROW, GROUP_SCALAR)  # of these, the same for all columns
 
 VECTOR_BYTES = 16  # the widest load or store of one thread
 LARGEST_CLASS = 1 << 30  # column counts above it need 64-bit column offsets
@@ -290,6 +291,7 @@ class BackwardProblem(Problem):
     needs_grad_xhat: bool
     needs_grad_c: bool  # of c where the epilogue reads it
     row_order: tuple[int, ...]
+    by_row: tuple[int, ...] = ()  # which of `gradients` are one number for each row of a norm by channel
 
     @property
     def results(self) -> tuple[Operand, ...]:
@@ -317,8 +319,22 @@ class BackwardProblem(Problem):
         return tuple(i for i in self.reduced if self.wanted[i] not in self.wanted_of_prologue)
 
     @property
-    def settled_last(self) -> tuple[int, ...]:
+    def merged(self) -> tuple[int, ...]:
+        """Which of these it can merge beside the sums of rows."""
+        return tuple(i for i in self.settled_first if i in self.by_row)
+
+    @property
+    def left_first(self) -> tuple[int, ...]:
+        """Which of these leave partial sums behind in any case."""
+        return tuple(i for i in self.settled_first if i not in self.merged)
+
+    @property
+    def left_last(self) -> tuple[int, ...]:
         return tuple(i for i in self.reduced if i not in self.settled_first)
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        return (*self.left_first, *self.left_last)
 
     @property
     def has_groups(self) -> bool:

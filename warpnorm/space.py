@@ -131,6 +131,8 @@ def describe_backward(
     axes = (*call.axes, *[FULL] * given, *(call.axes[i] for i in gradients.wanted))
     space = _describe(call, views, axes, grouped_from=count + given)
     prologue, epilogue_vjp, prologue_vjp = graphs
+    channel = tuple(dim == 1 for dim in range(len(shape_of(views[:count]))))
+    is_by_row = [call.norm.rows == CHANNEL and call.axes[i] == channel for i in gradients.wanted]
     problem = BackwardProblem(
         *_head(call, views, space, prologue),
         epilogue_vjp=epilogue_vjp,
@@ -144,6 +146,7 @@ def describe_backward(
         needs_grad_xhat=gradients.needs_grad_xhat,
         needs_grad_c=gradients.needs_grad_c,
         row_order=space.row_order,
+        by_row=tuple(k for k, is_one in enumerate(is_by_row) if is_one),
     )
     return problem, space
 

@@ -65,7 +65,8 @@ def test_launches_of_fused_functions(function: Callable[..., Any], cols: int, de
 @pytest.mark.parametrize("is_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("shape", [(8, 64, 28, 28), (64, 256, 28, 28)], ids=str)
 def test_launches_of_batch_norm(shape: tuple[int, ...], is_last: bool, device: str) -> None:
-    """Words are cleared, then one kernel, or two where tiles do not stay in L2; the running statistics need none."""
+    """By turns, words are cleared before, and gradients are summed after; where there is little of everything, all kinds of
+    tasks have a launch; elsewhere the last ones may merge for themselves. The running statistics need none."""
     input = torch.randn(shape, device=device).bfloat16()
     input = input.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format).requires_grad_()
     module = warpnorm.nn.BatchNorm2d(shape[1]).to(device)
@@ -75,4 +76,5 @@ def test_launches_of_batch_norm(shape: tuple[int, ...], is_last: bool, device: s
     grad = torch.randn_like(output)
     assert len(launched(run)) in (2, 3)
     names = launched(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True))
-    assert len(names) in (3, 4), names
+    assert len(names) in (2, 3, 4), names
+    assert len(names) < 4 or not (is_last or shape[0] > 8), names

@@ -8,6 +8,7 @@ from kernel_contracts.channel_running import (
     EVALUATION,
     GROUPS,
     INSTANCE,
+    ONE_GROUP,
     Layout,
     Mode,
     arguments,
@@ -33,6 +34,8 @@ PLANS = (
     Plan(COLUMN, 2, 16, 4, chunks=64, stages=3),
     Plan(COLUMN, 8, 8, 4, programs=6, chunks=0, stages=3),
     Plan(COLUMN, 16, 16, 8, programs=1000, chunks=0),
+    Plan(COLUMN, 8, 8, 4, programs=6, chunks=0, stages=3, tasks=FIRST),
+    Plan(COLUMN, 1, 16, 4, programs=1000, chunks=0, tasks=FIRST),
     Plan(COLUMN, 2, 16, 4, ahead=1, held=1000),
     Plan(COLUMN, 1, 8, 1, chunks=2, stages=2, ahead=9, held=1000),
     Plan(COLUMN, 4, 32, 4, ahead=0, held=1000),
@@ -70,6 +73,17 @@ CROPPED_LAST = Layout("cropped_last", (3, 6, 6, 8), view=lambda t: last(t)[:, :,
 LONE = Layout(
     "lone_sample", (6, 1, 6, 8), view=lambda t: t.transpose(0, 1)[..., 1:], why="pieces, of which there is one"
 )
+# in their own memory, so that what is read or written past their end is seen
+LONE_ROW = Layout("lone_row", (1, 8, 4, 8), why="one row of many pieces, which fill their blocks")
+ONE_CHANNEL = Layout("one_channel", (8, 1, 4, 8), why="the same, and blocks of it are samples")
+
+
+@pytest.mark.parametrize(("mode", "layout"), [(ONE_GROUP, LONE_ROW), (BATCH, ONE_CHANNEL)], ids=str)
+@pytest.mark.parametrize("plan", [PLANS[0], PLANS[3], PLANS[8]], ids=["blocks", "chunks", "turns"])
+def test_plans_of_a_lone_row(plan: Plan, mode: Mode, layout: Layout, device: str) -> None:
+    check(layout, mode, torch.float32, device, plan, plan)
+
+
 ALONE = [
     (EVALUATION, LAYOUTS[0]),
     (INSTANCE, LAYOUTS[3]),

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from warpnorm.codegen import cache, pointwise
+from warpnorm.codegen import along, cache, pointwise
 from warpnorm.kernels.column import column_backward_kernel, column_forward_kernel
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
@@ -22,8 +22,8 @@ from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
 from warpnorm.kernels.team import team_backward_kernel
 from warpnorm.plan import grid
 from warpnorm.plan.device import Device
-from warpnorm.plan.grid import merge_rows
-from warpnorm.plan.plan import ALL, COLUMN, FIRST, LAST, LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.grid import LARGEST_MERGE, merge_rows
+from warpnorm.plan.plan import ALL, COLUMN, FIRST, JOINT, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
     LARGEST_CLASS,
     NUMBER,
@@ -94,6 +94,8 @@ class BoundKernel:
             options = {"num_warps": plan.warps, "enable_fp_fusion": has_fused_multiply_add}
             if plan.pattern == TEAM:
                 options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
+            if _is_chained(plan, device):
+                options["launch_pdl"] = True
             self.compiled = triton.compile(source, target=target, options=options)
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
@@ -102,6 +104,11 @@ class BoundKernel:
             self.kernel[grid](*arguments, **self.constants)
         else:
             self.compiled[(*grid, 1, 1)[:3]](*arguments, *self.constants.values())
+
+
+def _is_chained(plan: Plan, device: Device) -> bool:
+    """Whether launches are made ready before the one before them ends, which they wait for themselves."""
+    return plan.pattern == COLUMN and device.backend == "cuda" and int(device.arch) >= 90
 
 
 class Argument:
@@ -128,7 +135,8 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
     if plan.pattern == COLUMN:
         arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs) | {"eps": arguments["eps"]}
         arguments |= running
-        constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue", "epilogue", "store")
+        constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue", "epilogue")
+        constants["STORE"] = functions.stream if plan.streams else functions.store
         constants |= _walk(problem, plan, device) | {"STATISTICS": len(problem.norm.statistics)}
         constants["HAS_RUNNING"] = bool(problem.running)
         return BoundKernel(column_forward_kernel, arguments, constants, plan, device)
@@ -167,10 +175,18 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
     if plan.pattern == COLUMN:
         constants = _functions(
             cache.load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_tiles", "prologue",
-            "epilogue_vjp", "prologue_vjp", "store", "accumulate_first", "store_first", "accumulate_last", "store_last",
+            "epilogue_vjp", "prologue_vjp", "add_first", "settle", "store_merged", "store_first", "store_unmerged",
+            "accumulate_last", "store_last",
         )  # fmt: skip
+        functions = cache.load(pointwise.backward_source(problem))
+        constants["STORE"] = functions.stream if plan.streams else functions.store
         constants |= _walk(problem, plan, device) | {"NEEDS_SUMS": problem.needs_grad_xhat}
-        constants |= {"FIRST_SUMS": len(problem.settled_first), "LAST_SUMS": len(problem.settled_last)}
+        constants |= {"FIRST_SUMS": len(along.sums(problem).summands), "LAST_SUMS": len(problem.left_last)}
+        merged = problem.merged if plan.tasks != ALL else ()
+        constants["MERGED"] = len(merged)
+        left = grid.left(plan, problem)
+        arguments["partials"] = tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in left)
+        arguments["merged_ptrs"] = _pointers(problem, [problem.gradients[k] for k in merged])
         constants["IS_LINEAR"] = pointwise.is_linear(problem)
         arguments = _lines(problem, plan, arguments | geometry, operands + problem.gradients)
         return BoundKernel(column_backward_kernel, arguments, constants, plan, device)
@@ -262,19 +278,23 @@ def _walk(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
     constants = {"COMPUTE": COMPUTE[problem.compute], "BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols}
     constants |= {"IS_WALKED": plan.is_walked, "STAGES": plan.stages, "HAS_PIECES": problem.has_pieces}
     constants |= {"IS_CORRECTED": problem.has_long_mantissas, "HAS_STATISTIC": problem.norm.is_computed}
-    constants |= {"MERGE_ROWS": merge_rows(plan), "MERGE_COLS": min(MERGED, 8 * plan.warps**3) // merge_rows(plan)}
+    is_joint = plan.tasks == JOINT
+    merge_cols = LARGEST_MERGE if is_joint else min(MERGED, 8 * plan.warps**3) // merge_rows(plan)
+    constants |= {"MERGE_ROWS": merge_rows(plan), "MERGE_COLS": merge_cols, "MERGES": is_joint}
     constants["WAITS"] = plan.tasks == ALL and device.backend == "cuda"
-    constants["HAS_FIRST"] = problem.has_tasks and plan.tasks != LAST
+    constants["HAS_FIRST"] = problem.has_tasks and plan.tasks in (ALL, FIRST)
     constants["HAS_LAST"] = plan.tasks != FIRST
+    constants["IS_CHAINED"] = _is_chained(plan, device)
     constants["IS_EXACT"] = problem.cols_divisor % plan.block_cols == 0
     return constants | {"HAS_FULL_BLOCKS": problem.rows_divisor % plan.block_rows == 0}
 
 
 def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Sequence[Operand]) -> dict[str, Any]:
     """The arguments, words for what programs tell each other, and where the lines lie."""
-    named = ("operands", "outputs", "gradients", "partials")
+    named = ("operands", "outputs", "gradients", "merged_ptrs", "partials")
     word = Argument(f"*i{8 * problem.compute.itemsize}", ALIGNED)
     pair = (word, word) if problem.has_tasks else ()
+    sent = pair + (word,) * (len(arguments["merged_ptrs"]) if isinstance(problem, BackwardProblem) else 0)
     geometry = _geometry(problem, tensors)
     offset = "i64" if problem.has_many_lines else "i32"
     sizes = tuple(Argument(offset, size.divisor) for size in geometry["sizes"])
@@ -282,7 +302,7 @@ def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Seq
     layout = {"block_stride": divisor, "limit": problem.rows_divisor, "unit_stride": plan.block_rows}
     return {
         **{name: arguments[name] for name in named if name in arguments},
-        "piece_ptrs": pair,
+        "piece_ptrs": sent,
         "row_ptrs": pair,
         "statistic_ptrs": arguments["statistic_ptrs"],
         "strides": geometry["strides"],
@@ -294,6 +314,7 @@ def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Seq
         "reciprocals": (Argument("u32"), Argument("i32")) * 5,
         "cols": Argument(offset, geometry["cols"].divisor),
         "spans": (Argument(offset, plan.block_cols), Argument(offset, plan.block_cols), Argument(offset)),
+        "first_tasks": tuple(Argument(offset) for _ in range(5)),
     }
 
 

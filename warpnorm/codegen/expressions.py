@@ -62,19 +62,18 @@ def literal(value: Literal) -> str:
 
 
 def lines(graph: Graph, problem: Problem) -> list[str]:
-    dtypes = input_dtypes(graph, problem)
-    found = []
-    for node in graph.nodes:
-        found.append(f"{node.name} = {_expression(node, dtypes, problem)}")
-        dtypes[node.name] = problem.compute if node.dtype.is_floating_point else node.dtype
-    return found
+    dtypes = dtypes_of(graph, problem)
+    return [f"{node.name} = {_expression(node, dtypes, problem)}" for node in graph.nodes]
 
 
-def input_dtypes(graph: Graph, problem: Problem) -> dict[str, torch.dtype]:
+def dtypes_of(graph: Graph, problem: Problem) -> dict[str, torch.dtype]:
+    """Inside the kernel, of a graph's inputs and nodes."""
     dtypes = dict.fromkeys(graph.inputs, problem.compute)
     for i, operand in enumerate(problem.operands):
         if not operand.dtype.is_floating_point:
             dtypes[operand_name(i)] = operand.dtype
+    for node in graph.nodes:
+        dtypes[node.name] = problem.compute if node.dtype.is_floating_point else node.dtype
     return dtypes
 
 

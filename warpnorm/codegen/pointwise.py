@@ -4,13 +4,13 @@ called with."""
 
 from collections.abc import Sequence
 
-from warpnorm.codegen import expressions
+from warpnorm.codegen import along, expressions
 from warpnorm.codegen.expressions import TYPES, as_compute, as_stored, literal
 from warpnorm.problem import (
+    ALONG,
     BY_ROW,
     COLUMN,
     GROUP,
-    GROUP_SCALAR,
     NUMBER,
     ROW,
     TILES,
@@ -39,7 +39,7 @@ def forward_source(problem: ForwardProblem) -> str:
     return _module(
         _load_columns(problem),
         _load_rows(problem),
-        *([_load_lines(problem), _load_tiles(problem)] if problem.norm.is_by_channel else []),
+        *(_by_lines(problem) if problem.norm.is_by_channel else []),
         _prologue(problem),
         _step("epilogue", problem.epilogue, problem),
         _store(problem, problem.outputs, range(len(problem.outputs)), "outputs"),
@@ -63,20 +63,64 @@ def backward_source(problem: BackwardProblem) -> str:
     )
 
 
+def _by_lines(problem: ForwardProblem | BackwardProblem) -> list[str]:
+    """What the pattern `column` is handed in both directions."""
+    if isinstance(problem, ForwardProblem):
+        stream = _store(problem, problem.outputs, range(len(problem.outputs)), "outputs", "stream")
+    else:
+        written = [problem.gradients[i] for i in problem.written]
+        stream = _store(problem, written, problem.written, "gradients", "stream")
+    return [_load_lines(problem), _load_tiles(problem), stream]
+
+
 def _of_lines(problem: BackwardProblem) -> list[str]:
     """What the pattern `column` is handed beside."""
-    first = [_through_epilogue(problem)[problem.wanted[k]] for k in problem.settled_first]
-    if not is_linear(problem):
-        first = [_where_there(value) for value in first]
-    last = [_where_there(f"results[{k}]") for k in problem.settled_last]
+    last = [_where_there(f"results[{k}]") for k in problem.left_last]
     return [
-        _load_lines(problem),
-        _load_tiles(problem),
-        _accumulate("accumulate_first", first, "from_epilogue"),
-        _store_lines("store_first", problem, problem.settled_first),
+        *_by_lines(problem),
+        _add_first(problem),
+        _settle(problem),
+        _store_merged(problem),
+        _store_lines("store_first", problem, problem.left_first, "sums[{}]"),
+        _store_lines("store_unmerged", problem, problem.merged, "sums[{}]"),
         _accumulate("accumulate_last", last, "results"),
-        _store_lines("store_last", problem, problem.settled_last),
+        _store_lines("store_last", problem, problem.left_last, "tl.sum(sums[{}], 1)"),
     ]
+
+
+def _add_first(problem: BackwardProblem) -> str:
+    graph = problem.epilogue_vjp
+    lines = _unpack(problem, graph.used_inputs) + expressions.lines(graph, problem)
+    added = []
+    for k, summand in enumerate(along.sums(problem).summands):
+        product = " * ".join(_factor(value, problem) for value in summand)
+        if not any(isinstance(value, str) and expressions.is_tile(value, graph, problem) for value in summand):
+            product = f"tl.broadcast_to({product}, place[3].shape)"
+        added.append(f"sums[{k}] + {product if is_linear(problem) else _where_there(product, 'place[3]')}")
+    return _function("add_first", "sums, xhat, c, values, columns, place", lines, _tuple(added))
+
+
+def _settle(problem: BackwardProblem) -> str:
+    """From sums along lines: the terms of the statistic's gradient, and gradients that can be merged, or not."""
+    found = along.sums(problem)
+    lines = []
+    constant = [(name, operand) for _, name, operand in loaded(problem) if operand.axes in ALONG]
+    for k, (name, operand) in enumerate(constant):
+        lines.append(f"{name} = {as_compute(f'lines[{k}]', operand.dtype, problem.compute)}")
+    lines += along.line_nodes(problem)
+    lines += [f"sum_{k} = tl.sum(sums[{k}], 1)" for k in range(len(found.summands))]
+    pairs = []
+    for part in (found.terms, found.merged, found.left):
+        items = []
+        for k, factors in part:
+            product = " * ".join(_factor(value, problem) for value in factors)
+            items.append(f"tl.sum(sum_{k}[:, None] * ({product}), 1)" if factors else f"sum_{k}")
+        pairs.append(_tuple(items))
+    return _function("settle", "sums, lines", lines, _tuple(pairs))
+
+
+def _factor(value: Value, problem: Problem) -> str:
+    return value if isinstance(value, str) else f"tl.full((1, 1), {literal(value)}, {TYPES[problem.compute]})"
 
 
 def is_linear(problem: BackwardProblem) -> bool:
@@ -190,7 +234,7 @@ def _load_rows(problem: Problem) -> str:
 
 def _load_lines(problem: Problem) -> str:
     """Of a norm by channel: what is the same along a line."""
-    kept = [(i, name, operand) for i, name, operand in loaded(problem) if operand.axes in (ROW, GROUP_SCALAR)]
+    kept = [(i, name, operand) for i, name, operand in loaded(problem) if operand.axes in ALONG]
     lines = [f"{name} = {_load(f'operands[{i}]', operand)}" for i, name, operand in kept]
     parameters = "operands, strides, sizes, row_offsets, row_mask"
     return _function("load_lines", parameters, lines, _tuple([name for _, name, _ in kept]))
@@ -299,12 +343,15 @@ def _prologue_vjp(problem: BackwardProblem) -> str:
 # Stores
 
 
-def _store(problem: Problem, outputs: Sequence[Operand], which: Sequence[int], pointers: str) -> str:
+def _store(
+    problem: Problem, outputs: Sequence[Operand], which: Sequence[int], pointers: str, name: str = "store"
+) -> str:
+    policy = ', eviction_policy="evict_first"' if name == "stream" else ""
     lines = []
     for i, (output, k) in enumerate(zip(outputs, which, strict=True)):
         value = as_stored(f"results[{k}]", problem.compute, output.dtype)
-        lines.append(f"tl.store({_address(f'{pointers}[{i}]', output)}, {value}, mask=mask)")
-    return _function("store", f"{pointers}, results, strides, sizes, row_offsets, col_offsets, mask", lines)
+        lines.append(f"tl.store({_address(f'{pointers}[{i}]', output)}, {value}, mask=mask{policy})")
+    return _function(name, f"{pointers}, results, strides, sizes, row_offsets, col_offsets, mask", lines)
 
 
 def _store_row_sums(problem: BackwardProblem) -> str:
@@ -323,13 +370,13 @@ def _store_row_sums(problem: BackwardProblem) -> str:
     )
 
 
-def _where_there(value: str) -> str:
-    return f"tl.where(mask, {value}, 0.0)"
+def _where_there(value: str, mask: str = "mask") -> str:
+    return f"tl.where({mask}, {value}, 0.0)"
 
 
 def _accumulate(name: str, values: Sequence[str], home: str) -> str:
-    sums = [f"accumulators[{a}] + {value}" for a, value in enumerate(values)]
-    return _function(name, f"accumulators, {home}, mask", [], _tuple(sums))
+    added = [f"accumulators[{a}] + {value}" for a, value in enumerate(values)]
+    return _function(name, f"accumulators, {home}, mask", [], _tuple(added))
 
 
 def _line_address(a: int, gradient: Operand, part: str, parts: str) -> str:
@@ -343,13 +390,22 @@ def _line_address(a: int, gradient: Operand, part: str, parts: str) -> str:
     return f"partials[{a}] + ({outer} * {parts} + {part}) * ({width}) + row_offsets % ({width})"
 
 
-def _store_lines(name: str, problem: BackwardProblem, which: Sequence[int]) -> str:
+def _store_lines(name: str, problem: BackwardProblem, which: Sequence[int], value: str) -> str:
     """Gradients that are sums over the columns of lines, of one program's part of them."""
     lines = []
     for a, k in enumerate(which):
-        address = _line_address(problem.reduced.index(k), problem.gradients[k], "part", "parts")
-        lines.append(f"tl.store({address}, tl.sum(accumulators[{a}], 1), mask=row_mask)")
-    return _function(name, "partials, accumulators, sizes, row_offsets, row_mask, part, parts, rows", lines)
+        address = _line_address((*problem.left, *problem.merged).index(k), problem.gradients[k], "part", "parts")
+        lines.append(f"tl.store({address}, {value.format(a)}, mask=row_mask)")
+    return _function(name, "partials, sums, sizes, row_offsets, row_mask, part, parts, rows", lines)
+
+
+def _store_merged(problem: BackwardProblem) -> str:
+    """Gradients of which there is one for each row of a norm by channel."""
+    lines = []
+    for a, k in enumerate(problem.merged):
+        value = as_stored(f"sums[{a}]", problem.compute, problem.gradients[k].dtype)
+        lines.append(f"tl.store(merged_ptrs[{a}] + rows, {value}, mask=row_mask)")
+    return _function("store_merged", "merged_ptrs, sums, rows, row_mask", lines)
 
 
 def _store_partials(problem: BackwardProblem) -> str:

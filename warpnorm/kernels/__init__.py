@@ -29,6 +29,7 @@ STORE          writes what lies full in memory
 STORE_ROW_SUMS writes what is one value a row
 ACCUMULATE     adds to the accumulators what is summed over rows
 STORE_PARTIALS writes the accumulators of one program
-ACCUMULATE_FIRST, STORE_FIRST, ACCUMULATE_LAST, STORE_LAST  the same of what is summed along lines, in the first task or
-               in the last
+ADD_FIRST      adds what is summed along lines in the first task of `column`
+SETTLE         those sums, lines                                  -> the terms of the statistic's gradient, and gradients
+STORE_FIRST, ACCUMULATE_LAST, STORE_LAST  the same of gradients that are summed along lines, in the first task or in the last
 """

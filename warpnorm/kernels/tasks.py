@@ -56,14 +56,14 @@ def tile_of(order):
 
 
 @triton.jit
-def part_of(part, cols, spans, BLOCK_COLS: tl.constexpr, IS_WALKED: tl.constexpr):
+def part_of(part, cols, spans, block_cols, IS_WALKED: tl.constexpr):
     """Of parts of the columns: the first column, the number of blocks, and of columns."""
     part_cols, step_cols, span_cols = spans
     first = part * part_cols
     span = tl.minimum(cols - first, span_cols)
     if IS_WALKED:
         steps = tl.cdiv(span, step_cols)
-        return first, steps, (steps - 1) * BLOCK_COLS + tl.minimum(span - (steps - 1) * step_cols, BLOCK_COLS)
+        return first, steps, (steps - 1) * block_cols + tl.minimum(span - (steps - 1) * step_cols, block_cols)
     else:
         return first, 1, span
 

@@ -3,6 +3,7 @@ are there. A number that is zero itself is sent as -0. No word is written twice,
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 # The word $1, read at $2; as long as it is zero, it is read again, not so often that it keeps the memory from others. Every
 # thread sees to what it has read itself.
@@ -26,6 +27,13 @@ WAIT_64 = tl.constexpr(WAIT.value.replace("BITS", "64"))
 
 
 @triton.jit
+def begin(IS_CHAINED: tl.constexpr):
+    """A launch is made ready while the one before it ends, and waits here until that has."""
+    if IS_CHAINED:
+        gdc_wait()
+
+
+@triton.jit
 def send(pointers, values, mask):
     """Words that are not zero."""
     bits = values.to(pointers.dtype.element_ty, bitcast=True)
@@ -37,17 +45,21 @@ def send(pointers, values, mask):
 
 
 @triton.jit
-def ask(pointers, offsets, mask):
+def ask(pointers, offsets, mask, WAITS: tl.constexpr):
     """For two numbers, which `receive` then waits for: what is loaded between comes meanwhile."""
-    first = tl.load(pointers[0] + offsets, mask=mask, other=1, volatile=True)
-    return first, tl.load(pointers[1] + offsets, mask=mask, other=1, volatile=True)
+    return ask_one(pointers[0] + offsets, mask, WAITS), ask_one(pointers[1] + offsets, mask, WAITS)
 
 
 @triton.jit
 def receive(words, pointers, offsets, mask, COMPUTE: tl.constexpr, WAITS: tl.constexpr):
     """Two numbers of each row, once they are there. Without WAITS they are: who sends them came before."""
-    first = wait_for(words[0], pointers[0] + offsets, mask, COMPUTE, WAITS)
-    return first, wait_for(words[1], pointers[1] + offsets, mask, COMPUTE, WAITS)
+    first = receive_one(words[0], pointers[0] + offsets, mask, COMPUTE, WAITS)
+    return first, receive_one(words[1], pointers[1] + offsets, mask, COMPUTE, WAITS)
+
+
+@triton.jit
+def ask_one(pointers, mask, WAITS: tl.constexpr):
+    return tl.load(pointers, mask=mask, other=1, volatile=WAITS)
 
 
 @triton.jit
@@ -69,7 +81,7 @@ def for_lines(pair, HAS_ONE: tl.constexpr):
 
 
 @triton.jit
-def wait_for(words, pointers, mask, COMPUTE: tl.constexpr, WAITS: tl.constexpr):
+def receive_one(words, pointers, mask, COMPUTE: tl.constexpr, WAITS: tl.constexpr):
     if WAITS:
         addresses = pointers.to(tl.int64)
         if words.dtype == tl.int64:

@@ -44,7 +44,7 @@ class ColumnForwardLaunch:
             for of_step, order, programs in grid.column(plan, self.last, space, problem.has_tasks):
                 kernel = self.last_kernel if of_step is self.last else self.kernel
                 assert kernel is not None
-                kernel.launch((programs, 1), *arguments, *_geometry(of_step, space, order), self.eps, *averaged)
+                kernel.launch((programs, 1), *arguments, *_geometry(of_step, plan, space, order), self.eps, *averaged)
         return statistics
 
 
@@ -72,15 +72,16 @@ class ColumnBackwardLaunch:
         device = gradients[0].device
         read = tuple(map(in_bits, (*operands, *grad_outputs)))
         written = tuple(gradients[i] for i in problem.written)
-        sums = {i: grid.line_sum(plan, space, problem.gradients[i]) for i in problem.reduced}
+        sums = {i: grid.gradient_sum(plan, space, problem, i) for i in grid.left(plan, problem)}
         partials = {i: torch.empty(s.numel, dtype=problem.compute, device=device) for i, s in sums.items()}
         with on_device(gradients[0]):
-            words = _words(plan, space, problem, device)
-            arguments = (read, written, tuple(partials.values()), *words, tuple(statistics))
+            merged = tuple(gradients[i] for i in problem.merged if i not in partials)
+            words = _words(plan, space, problem, device, len(merged))
+            arguments = (read, written, merged, tuple(partials.values()), *words, tuple(statistics))
             for of_step, order, programs in grid.column(plan, self.last, space, problem.has_tasks):
                 kernel = self.last_kernel if of_step is self.last else self.kernel
                 assert kernel is not None
-                kernel.launch((programs, 1), *arguments, *_geometry(of_step, space, order))
+                kernel.launch((programs, 1), *arguments, *_geometry(of_step, plan, space, order))
             for sum_kernel, sum_plan, which in self.column_sums:
                 launch_sums(
                     sum_kernel, sum_plan, tuple(partials[i] for i in which), tuple(gradients[i] for i in which),
@@ -88,23 +89,26 @@ class ColumnBackwardLaunch:
                 )  # fmt: skip
 
 
-def _geometry(plan: Plan, space: Space, order: grid.Order) -> tuple[Any, ...]:
+def _geometry(plan: Plan, first: Plan, space: Space, order: grid.Order) -> tuple[Any, ...]:
+    """`first` is the plan of first tasks."""
     layout = grid.layout(plan, space)[0]
     lines = (space.strides, space.sizes, space.rows, space.statistics, layout, order)
-    return *lines, grid.reciprocals(layout, order), space.cols, grid.spans(plan, space)
+    first_tasks = (grid.order(first, space).unit_tiles, first.block_cols, *grid.spans(first, space))
+    return *lines, grid.reciprocals(layout, order), space.cols, grid.spans(plan, space), first_tasks
 
 
 def _words(
-    plan: Plan, space: Space, problem: ForwardProblem | BackwardProblem, device: torch.device
+    plan: Plan, space: Space, problem: ForwardProblem | BackwardProblem, device: torch.device, merged: int = 0
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """For what the programs tell each other: two for each line of every tile, two for each row. All are zero if somebody
-    waits for them."""
+    """For what the programs tell each other: two for each line of every tile, and those that are `merged` beside; two for
+    each row. All are zero if somebody waits for them."""
     if not problem.has_tasks:
         return (), ()
     order = grid.order(plan, space)
-    counts = (order.units * order.unit_tiles * plan.block_rows, space.statistics)
-    sizes = [-(-count // 4) * 4 for count in counts for _ in range(2)]  # each begins at a multiple of 16 bytes
-    make = torch.empty if plan.is_apart else torch.zeros
+    pieces = order.units * order.unit_tiles * plan.block_rows
+    counts = [pieces] * (2 + merged) + [space.statistics] * 2
+    sizes = [-(-count // 4) * 4 for count in counts]  # each begins at a multiple of 16 bytes
+    make = torch.zeros if order.is_by_turns else torch.empty
     storage = make(sum(sizes), dtype=WORDS[problem.compute.itemsize], device=device)
-    first, second, third, fourth = storage.split(sizes)
-    return (first, second), (third, fourth)
+    *of_pieces, mean, rstd = storage.split(sizes)
+    return tuple(of_pieces), (mean, rstd)

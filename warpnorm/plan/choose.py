@@ -4,9 +4,10 @@ row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 
 from dataclasses import replace
 
 from warpnorm.norms import CHANNEL, GROUPS
+from warpnorm.plan import grid
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
-from warpnorm.plan.plan import FIRST, LAST, LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.plan import FIRST, JOINT, LAST, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
     COLUMN,
     FULL,
@@ -17,6 +18,7 @@ from warpnorm.problem import (
     Problem,
     operand_name,
 )
+from warpnorm.space import Space
 
 # Bytes of loads in flight on one multiprocessor that hide the latency of memory while a program reduces. LayerNorm
 # backward, 8192 columns: 60 % with 32 KB in flight, 94 with 64, 90 with 96.
@@ -168,13 +170,23 @@ def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand
 
 
 def column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
+    """By turns where tiles stay in L2 between their tasks; on AMD's GPUs programs cannot wait for each other."""
     plan = _column(problem, device)
-    return replace(plan, tasks=FIRST) if device.backend == "hip" and problem.has_tasks else plan
+    is_apart = problem.has_tasks and not device.is_interpreter and (plan.held == 0 or device.backend == "hip")
+    return replace(plan, tasks=FIRST) if is_apart else plan
 
 
-def last_tasks(plan: Plan) -> Plan | None:
-    """Of those that have a kernel of their own."""
-    return replace(plan, tasks=LAST) if plan.is_apart else None
+def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Space, device: Device) -> Plan | None:
+    """Of those that have a kernel of their own; each of few programs may merge what it needs, if that is little."""
+    if not plan.is_apart:
+        return None
+    is_joint = plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
+    plan = replace(plan, tasks=JOINT if is_joint else LAST)
+    is_forward = isinstance(problem, ForwardProblem)
+    if plan.chunks == 0 and plan.block_cols == 64 and is_forward and _itemsize(problem) == 4 and not is_joint:
+        # BatchNorm of 256 x 64 x 112 x 112, channels last, fp32: 403 us, with the tiles of first tasks 415
+        return replace(plan, block_cols=16, programs=8 * device.units, stages=min(plan.stages, 3))
+    return plan
 
 
 def _loads(problem: ForwardProblem | BackwardProblem) -> tuple[Operand, ...]:
@@ -195,11 +207,13 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         chunks = 1 if cols <= 256 else 0 if problem.norm.rows == CHANNEL else 4
         return Plan(COLUMN_PATTERN, 32, min(cols, 256), 4, 3, chunks=chunks, ahead=1, held=16, why="few programs")
     if lead.row_strides[-1].literal == 1 and lead.col_strides[-1].literal != 1 and cols > 1:
-        # BatchNorm of 64 x 256 x 56 x 56, channels last, forward and backward: 52 and 52; with 32 columns 52 and 50, with
-        # more programs and fewer stages 51 and 49. What is loaded between two visits does not stay in L2: in turns 33
+        # BatchNorm of 64 x 256 x 56 x 56, channels last, fp16, forward and backward: 56 and 57; with 3 programs 55 and 56,
+        # with 32 columns 55 and 55. What is loaded between two visits does not stay in L2: by turns 33
         # Evaluation reads four numbers for each line beside: its backward would not fit in registers
         is_light = problem.has_tasks and tensors <= 2 and sums <= 2
         block_cols, per_unit = (min(cols, 64), 2) if is_light else (min(cols, 32), 3)
+        if is_light and sums and _itemsize(problem) == 4:
+            per_unit = 3  # not faster, but sums of fewer numbers are more accurate
         block_rows = (4096 if is_light else 2048) // words // block_cols
         # By how many programs the columns of GroupNorm are shared must not depend on the number of samples
         chunks = 0 if problem.norm.rows == CHANNEL else max(1, min(8, cols // block_cols))
@@ -217,12 +231,13 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         is_narrow = tensors <= 2 and _itemsize(problem) <= 2 and words == 1 and problem.has_vectors
         tile_bytes = max(_loaded_bytes(loads, block_rows * cols), 1)
         ahead, held = AHEAD_BYTES // tile_bytes, device.cache_bytes // 2 // tile_bytes
-        return Plan(COLUMN_PATTERN, block_rows, cols, 2 if is_narrow else 4, ahead=ahead, held=held, why=why)
+        warps = 2 if is_narrow else 4
+        return Plan(COLUMN_PATTERN, block_rows, cols, warps, ahead=ahead, held=held, streams=True, why=why)
     # BatchNorm of 256 x 64 x 112 x 112 fp16, forward and backward: 63 and 61, with one line of 2048 columns 63 and 60
     block_rows, block_cols = 2, 1024 // words
     chunks = max(13312 // words // block_cols, cols // (block_cols * LARGEST_PARTS))
     stages = min(4, _walk_depth(loads, block_rows * block_cols, 4, device))
-    return Plan(COLUMN_PATTERN, block_rows, block_cols, 4, chunks=chunks, stages=stages, why=why)
+    return Plan(COLUMN_PATTERN, block_rows, block_cols, 4, chunks=chunks, stages=stages, streams=True, why=why)
 
 
 def _walk_depth(loads: tuple[Operand, ...], elements: int, per_unit: int, device: Device) -> int:

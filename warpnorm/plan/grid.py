@@ -3,8 +3,8 @@
 from math import lcm, prod
 from typing import NamedTuple
 
+from warpnorm.plan.plan import ALL, JOINT, LONG_ROW, TEAM, Plan
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
-from warpnorm.plan.plan import LONG_ROW, TEAM, Plan
 from warpnorm.problem import COLUMN, GROUP, GROUP_SCALAR, ROW, BackwardProblem, Operand, inner_lines
 from warpnorm.space import Space
 
@@ -86,7 +86,7 @@ def layout(plan: Plan, space: Space) -> tuple[Layout, int]:
     """And how many units there are. Where all rows lie side by side in every piece, a unit is a block of them. Otherwise,
     pieces lying side by side, it is so many lines as are both whole rows and whole blocks."""
     block, pieces, inner = plan.block_rows, space.pieces, space.inner_rows
-    if pieces * inner == space.rows:
+    if 1 < inner == space.rows // pieces:
         return Layout(block, inner, block, 0, inner, pieces, pieces, block, block), -(-inner // block)
     lines = lcm(pieces * inner, block)
     blocks = min(lines // block, -(-space.rows // block))
@@ -96,9 +96,9 @@ def layout(plan: Plan, space: Space) -> tuple[Layout, int]:
 
 class Order(NamedTuple):
     """In which order the tasks of pattern `column` are begun. Every unit has `unit_tiles` tiles and `merges` blocks of rows.
-    All first tasks and merges, and then, in a launch of its own, the last ones, whose numbers go on from `start`. Or by
-    turns, where `start` is -1: a turn has `round_tiles` first tasks, as many last ones, and merges; a unit has `unit_rounds`
-    of the former. Merges come `merge_lag` turns later, the last tasks of the same tiles `lag` turns."""
+    All first tasks, then the merges, then the last ones, in a launch each, whose numbers go on from `start`. Or by turns,
+    where `start` is -1: a turn has `round_tiles` first tasks, as many last ones, and merges; a unit has `unit_rounds` of
+    the former. Merges come `merge_lag` turns later, the last tasks of the same tiles `lag` turns."""
 
     units: int
     unit_tiles: int
@@ -109,26 +109,29 @@ class Order(NamedTuple):
     merge_lag: int
     lag: int
 
-    def launches(self, is_apart: bool) -> tuple[tuple["Order", int], ...]:
-        """And how many programs each has; `is_apart`: of first tasks, of merges, and no last tasks."""
-        if self.start < 0:
+    @property
+    def is_by_turns(self) -> bool:
+        return self.start < 0
+
+    @property
+    def launches(self) -> tuple[tuple["Order", int], ...]:
+        """And how many programs each has."""
+        if self.is_by_turns:
             turns = self.units * self.unit_rounds + self.lag
             return ((self, turns * (2 * self.round_tiles + self.merges)),)
-        tiles = self.units * self.unit_tiles
-        before = tiles + self.units * self.merges
-        if is_apart:
-            return (self, tiles), (self._replace(start=tiles), before - tiles)
-        return (self, before), (self._replace(start=before), tiles)
+        tiles, merges = self.units * self.unit_tiles, self.units * self.merges
+        return (self, tiles), (self._replace(start=tiles), merges), (self._replace(start=tiles + merges), tiles)
 
     @property
     def divisors(self) -> tuple[int, int]:
         """What programs divide by."""
-        if self.start < 0:
+        if self.is_by_turns:
             return 2 * self.round_tiles + self.merges, self.unit_rounds
         return 1, self.units
 
 
 ROUND_TILES = 128  # at the most
+LARGEST_MERGE = 32  # pieces of a row that every program of the last tasks may merge itself
 
 
 def order(plan: Plan, space: Space) -> Order:
@@ -166,8 +169,8 @@ def column(plan: Plan, last: Plan | None, space: Space, has_tasks: bool) -> list
     here = order(plan, space)
     if not has_tasks:
         return [(plan, here, here.units * here.unit_tiles)]
-    steps = [(plan, of_launch, programs) for of_launch, programs in here.launches(last is not None)]
-    return steps if last is None else [*steps, *column(last, None, space, False)]
+    steps = [(plan, of_launch, programs) for of_launch, programs in here.launches]
+    return steps if last is None else [*steps[: 1 if last.tasks == JOINT else 2], *column(last, None, space, False)]
 
 
 def line_sum(plan: Plan, space: Space, gradient: Operand) -> Sum:
@@ -179,6 +182,12 @@ def line_sum(plan: Plan, space: Space, gradient: Operand) -> Sum:
     width, groups = prod(sizes[len(sizes) - inner :]), prod(sizes[:outer])
     parts = column_parts(plan, space) if plan.pattern == COLUMN_PATTERN else 1
     return Sum(groups, space.rows // (groups * width) * parts, width)
+
+
+def left(plan: Plan, problem: BackwardProblem) -> tuple[int, ...]:
+    """Which gradients leave partial sums behind, in the order in which the pattern `column` has them. Where programs wait
+    for what they merge, that is as little as it must be: of BatchNorm fp32, by turns, backward would be a tenth slower."""
+    return problem.left if plan.tasks != ALL else (*problem.left, *problem.merged)
 
 
 def gradient_sum(plan: Plan, space: Space, problem: BackwardProblem, which: int) -> Sum:

@@ -7,7 +7,7 @@ LONG_ROW = "long_row"
 TEAM = "team"
 COLUMN = "column"
 
-ALL, FIRST, LAST = "all", "first", "last"  # tasks
+ALL, FIRST, LAST, JOINT = "all", "first", "last", "merge and last"  # tasks
 
 
 @dataclass(frozen=True)
@@ -18,9 +18,11 @@ class Plan:
     is as many as leave `programs` in all.
     `ahead`: how many first tasks are begun, of pattern `column`, between those of a row and its merging, and again between
     that and the last tasks; `held`: as many tiles at the most stay in L2 from their first task to their last. Where that
-    is too few, all first tasks come first. `tasks`: which of them the kernel of pattern `column` has. Without the last ones,
-    which then are another kernel's, each kind has a launch of its own, and no program has to wait.
+    is too few, each kind of them has a launch of its own. `tasks`: which of them the kernel of pattern `column` has. Without
+    the last ones, which then are another kernel's, no program ever has to wait. That kernel may be one whose programs all
+    merge what they need themselves.
     `stages`: the depth of the software pipeline of loads.
+    `streams`: what is written need not stay in L2, so that what is read twice does.
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (backward).
     `why`: what the choice followed from; it makes no difference between plans."""
 
@@ -35,6 +37,7 @@ class Plan:
     ahead: int = 0
     held: int = 0
     tasks: str = ALL
+    streams: bool = False
     recomputes: bool = False
     why: str = field(default="", compare=False)
 

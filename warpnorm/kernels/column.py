@@ -2,13 +2,15 @@
 A line is a piece of a row, or all of it. A tile is BLOCK_ROWS lines and a part of their columns, one block of them or many
 (IS_WALKED), side by side or as far apart as there are parts. A unit is some rows, whole, and the tiles that these lie in.
 
-One launch has three tasks. The first, for each tile: the statistics of its lines, in backward their sums. The second, for
-some rows of a unit: to merge those of their pieces. The third, for each tile: its results. Programs are numbered so that the
-third task of a tile comes soon after the first of its unit, while its values are still in L2; where that does not hold a
-unit, after all first tasks, and back to front. See `plan/grid.py`, `order`.
+There are three tasks. The first, for each tile: the statistics of its lines, in backward their sums. The second, for some
+rows of a unit: to merge those of their pieces. The third, for each tile: its results. See `plan/grid.py`, `order`.
 
-Who needs a number waits for it (`words.py`), and has a higher program number than whom it waits for: NVIDIA's GPUs start
-programs in the order of their numbers, so the latter is running or done. Elsewhere each task has a launch of its own."""
+Where L2 holds a unit, all are in one launch, by turns: the third task of a tile comes soon after the first of its unit,
+while its values are still there. Who needs a number waits for it (`words.py`), and has a higher program number than whom it
+waits for: NVIDIA's GPUs start programs in the order of their numbers, so the latter is running or done.
+
+Elsewhere each task has a launch of its own, and nobody waits: programs that do take memory from those they wait for. The
+third tasks come back to front. Where rows have few pieces, they merge for themselves (MERGES) and save the second launch."""
 
 import triton
 import triton.language as tl

@@ -62,7 +62,7 @@ def layer_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight, bias))
-    if pipeline.route(input, weight, bias) == "kernels":
+    if pipeline.route(input, weight, bias) != "reference":
         results = _by_kernels(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, out)
     else:
         results = reference.layer_norm(input, shape, weight, bias, eps, weight_offset)
@@ -111,7 +111,7 @@ def rms_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight,))
-    if pipeline.route(input, weight) == "kernels":
+    if pipeline.route(input, weight) != "reference":
         results = _by_kernels(RMS_NORM, input, shape, weight, None, eps, weight_offset, out)
         return results if return_stats else results[0]
     output = reference.rms_norm(input, shape, weight, eps, weight_offset)
@@ -319,8 +319,12 @@ def _is_zero(weight_offset: float) -> bool:
 def _takes_operators(input: torch.Tensor) -> bool:
     """Whether a call without extras may go to PyTorch's operator unchecked: it is quicker than to check, and what the
     operator refuses is checked after all."""
-    is_plain = isinstance(input, torch.Tensor) and input.is_cpu and settings.current().route != "kernels"
-    return is_plain and not torch.compiler.is_compiling()  # a compiler would not see the refusal
+    route = settings.current().route
+    if not isinstance(input, torch.Tensor) or not input.is_cpu or route in ("kernels", "native"):
+        return False
+    if route == "auto" and input.numel() > pipeline.SMALL and pipeline.has_compiler():
+        return False
+    return not torch.compiler.is_compiling()  # which would not see the refusal
 
 
 def _are_vectors(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
@@ -350,7 +354,10 @@ def _may_write(
 
 
 def _takes_kernels(input: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    return input.numel() > 0 and pipeline.route(input, *tensors) == "kernels"
+    if input.numel() == 0:
+        return False
+    route = pipeline.route(input, *tensors)
+    return route == "kernels" or (route == "native" and input.is_contiguous())
 
 
 def _check_tensors(

@@ -107,11 +107,14 @@ class Fused:
         if pipeline.is_seen_through(request.tensors):
             return self.__wrapped__(*given, **kwargs)
         prepared = self.prepare(request)
-        if pipeline.route(leader(request.tensors), *request.tensors) != "kernels":
+        route = pipeline.route(leader(request.tensors), *request.tensors)
+        if route == "reference":
             return self.__wrapped__(*given, **kwargs)
         call, operands = arrange(prepared, request.tensors)
         if prepared.captured.draws:
             operands += draw(leader(request.tensors).device)
+        if route == "native" and not pipeline.takes(call, operands):
+            return self.__wrapped__(*given, **kwargs)
         running = running_of(prepared.captured.effects, call, operands, request.tensors)
         outputs = functional.normalize_and_average(call, operands, None, running)
         for effect in prepared.captured.effects:

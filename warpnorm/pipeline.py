@@ -27,15 +27,17 @@ from warpnorm.space import Gradients, Space, describe_backward, describe_forward
 from warpnorm.trace import capture, differentiate
 
 if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported where it is used
+    from warpnorm.cpu.run import NativeBackward, NativeForward
     from warpnorm.launch.backward import BackwardLaunch
     from warpnorm.launch.column import ColumnBackwardLaunch, ColumnForwardLaunch
     from warpnorm.launch.forward import ForwardLaunch
 
 Tensors = Sequence[torch.Tensor | float]
+SMALL = 1 << 16  # elements up to which PyTorch's own operators are quicker on a CPU than a call of ours
 
 
 def route(input: torch.Tensor, *parameters: torch.Tensor | float | None) -> str:
-    """`kernels` or `reference`: the one place that decides."""
+    """`kernels`, `native` or `reference`: the one place that decides."""
     forced = settings.current().route
     if forced == "kernels":
         if not has_triton():
@@ -44,11 +46,52 @@ def route(input: torch.Tensor, *parameters: torch.Tensor | float | None) -> str:
             raise UnavailableError(
                 f"the kernels need a GPU, but input is on {input.device}; or set WARPNORM_ROUTE=auto"
             )
+    if forced == "native":
+        if not has_compiler():
+            raise UnavailableError(f"native code needs a compiler: {why_no_compiler()}; or set WARPNORM_ROUTE=auto")
+        return (
+            "native"
+            if input.is_cpu and input.numel() > 0 and not is_seen_through((input, *parameters))
+            else "reference"
+        )
     if forced != "auto":
         return forced
+    if input.is_cpu:
+        is_worth_it = input.numel() > SMALL and not settings.is_interpreting()
+        return "native" if is_worth_it and has_compiler() and not is_seen_through((input, *parameters)) else "reference"
     if not input.is_cuda or input.numel() == 0 or not has_triton() or settings.is_interpreting():
         return "reference"
     return "reference" if is_seen_through((input, *parameters)) else "kernels"
+
+
+def has_compiler() -> bool:
+    from warpnorm.cpu import build
+
+    return build.is_there()
+
+
+def why_no_compiler() -> str:
+    from warpnorm.cpu import build
+
+    return build.why_not()
+
+
+def takes(call: Call, operands: Tensors) -> bool:
+    """Whether there is native code for a call; kernels take every call."""
+    if not is_native(device_of(operands)):
+        return True
+    operands = [in_memory(operand) for operand in operands]
+    views = tuple(View.of(operand) for operand in operands)
+    shape = shape_of(views)
+    outputs = (empty_output(call, operands, shape, d, torch.device("meta")) for d in call.outputs)
+    return _takes(call, (*views, *(View(tuple(o.shape), o.stride(), o.dtype, True) for o in outputs)))
+
+
+@lru_cache(maxsize=4096)
+def _takes(call: Call, views: tuple[View, ...]) -> bool:
+    from warpnorm.cpu import source
+
+    return source.can_write(forward_problem(call, views)[0])
 
 
 def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
@@ -153,6 +196,10 @@ def device_of(operands: Tensors) -> torch.device:
     return next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
 
 
+def is_native(device: torch.device) -> bool:
+    return device.type == "cpu" and not settings.is_interpreting()
+
+
 @lru_cache(maxsize=4096)
 def prepare_forward(
     call: Call,
@@ -160,11 +207,15 @@ def prepare_forward(
     device: torch.device,
     plan: Plan | None,
     running: tuple[torch.dtype, ...] = (),
-) -> "ForwardLaunch | ColumnForwardLaunch":
+) -> "ForwardLaunch | ColumnForwardLaunch | NativeForward":
     from warpnorm.codegen import bind
     from warpnorm.launch.forward import ForwardLaunch
 
     problem, space = forward_problem(call, views)
+    if is_native(device):
+        from warpnorm.cpu.run import NativeForward, forward_function
+
+        return NativeForward(problem, space, forward_function(problem), call.eps)
     problem = replace(problem, running=running)
     target = devices.of(device)
     plan = plan or choose.forward(problem, target)
@@ -186,11 +237,15 @@ def prepare_backward(
     given: tuple[int, ...],
     wanted: tuple[int, ...],
     plan: Plan | None,
-) -> "BackwardLaunch | ColumnBackwardLaunch":
+) -> "BackwardLaunch | ColumnBackwardLaunch | NativeBackward":
     from warpnorm.codegen import bind
     from warpnorm.launch.backward import BackwardLaunch
 
     problem, space = backward_problem(call, views, given, wanted)
+    if is_native(device):
+        from warpnorm.cpu.run import NativeBackward, backward_function
+
+        return NativeBackward(problem, space, backward_function(problem))
     target = devices.of(device)
     plan = plan or choose.backward(problem, target)
     kernel = bind.backward(problem, plan, target, device.index)

@@ -9,16 +9,18 @@ from typing import Any
 
 from warpnorm.errors import SettingError
 
-ROUTES = ("auto", "kernels", "reference")
+ROUTES = ("auto", "kernels", "native", "reference")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """`route`: auto (kernels on a GPU, PyTorch's operators elsewhere), or one of the two forced.
-    `cache_dir`: where generated source files live."""
+    """`route`: auto (kernels on a GPU, native code on a CPU, PyTorch's operators elsewhere), or one of the three forced.
+    `cache_dir`: where generated source files and libraries live. `compiler`: the C compiler's name; empty is none, None
+    whichever there is."""
 
     route: str
     cache_dir: Path
+    compiler: str | None = None
 
 
 _current: Settings | None = None
@@ -38,7 +40,7 @@ def _read() -> Settings:
     root = os.environ.get("WARPNORM_CACHE_DIR")
     if root is None:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "warpnorm")
-    return Settings(route=route, cache_dir=Path(root))
+    return Settings(route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"))
 
 
 def is_interpreting() -> bool:

@@ -89,7 +89,7 @@ def _expression(node: Node, dtypes: dict[str, torch.dtype], problem: Problem) ->
         seed, offset, threshold, scale, stream = node.args
         assert isinstance(scale, Literal)
         return template.format(seed, offset, threshold, _number(scale, template, True, compute), stream)
-    common = _common_dtype(node, own, compute)
+    common = common_dtype(node, own, compute)
     args = []
     for k, arg in enumerate(node.args):
         is_condition = node.operator == "where" and k == 0
@@ -102,7 +102,7 @@ def _expression(node: Node, dtypes: dict[str, torch.dtype], problem: Problem) ->
     return template.format(*args)
 
 
-def _common_dtype(node: Node, own: list[torch.dtype], compute: torch.dtype) -> torch.dtype:
+def common_dtype(node: Node, own: list[torch.dtype], compute: torch.dtype) -> torch.dtype:
     """What an operator computes in: the dtype of its result, or if that is a boolean, what its arguments promote to."""
     if node.dtype != torch.bool:
         return compute if node.dtype.is_floating_point else node.dtype

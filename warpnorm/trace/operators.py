@@ -77,6 +77,32 @@ TRITON: dict[str, str] = {
     "keep": "ours.keep({0}, {1}, place, {2}, {3}, {4})",
     "convert": "",  # a cast, written by codegen/pointwise.py
 }
+# The same in C: `{s}` is the suffix of a function of cpu/pointwise.h, for float, double or integers.
+C: dict[str, str] = {
+    **{name: name + "_{s}({0})" for name in (
+        "abs", "sign", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan", "asin",
+        "acos", "atan", "sinh", "cosh", "tanh", "erf", "erfc", "sigmoid", "floor", "ceil", "round", "trunc",
+    )},
+    **{name: name + "_{s}({0}, {1})" for name in ("pow", "maximum", "minimum", "fmod", "remainder")},
+    **{name: f"({{0}} {sign} {{1}})" for name, sign in (
+        ("add", "+"), ("sub", "-"), ("mul", "*"), ("div", "/"), ("eq", "=="), ("ne", "!="), ("lt", "<"), ("le", "<="),
+        ("gt", ">"), ("ge", ">="), ("bitwise_and", "&"), ("bitwise_or", "|"), ("bitwise_xor", "^"),
+    )},
+    "neg": "(-{0})",
+    "reciprocal": "(1 / {0})",
+    "relu": "maximum_{s}({0}, 0)",
+    "isnan": "({0} != {0})",
+    "isinf": "(abs_{s}({0}) == INFINITY)",
+    "signbit": "signbit_{s}({0})",
+    "logical_and": "(({0} != 0) & ({1} != 0))",
+    "logical_or": "(({0} != 0) | ({1} != 0))",
+    "logical_xor": "(({0} != 0) ^ ({1} != 0))",
+    "logical_not": "({0} == 0)",
+    "bitwise_not": "(~{0})",
+    "where": "({0} ? {1} : {2})",
+    "keep": "",  # both written by cpu/source.py
+    "convert": "",
+}  # fmt: skip
 # Where every result is rounded to 16 bits or less, these do: off by some 2^-22, and a third of the instructions
 TRITON_HALF: dict[str, str] = {
     "div": "ours.quick_divide({0}, {1})",

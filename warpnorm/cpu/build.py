@@ -1,0 +1,140 @@
+"""C becomes a library. It is named by its text, the compiler, the flags and the processor, so that a cache on a shared disk
+hands nobody code for another processor; written in one step, for the user alone."""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from warpnorm import settings
+
+COMPILERS = ("cc", "gcc", "clang")
+# Neither errno nor traps, which keep loops from being vectorized; NaN and infinities stay what they are
+FLAGS = ("-O3", "-std=gnu11", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-w")
+HERE = Path(__file__).parent
+
+_libraries: dict[str, ctypes.CDLL] = {}
+_lock = threading.Lock()
+
+
+class CompilerError(RuntimeError):
+    """The compiler that was found does not do."""
+
+
+@cache
+def compiler() -> str | None:
+    """The path of the system's compiler, if it has one."""
+    named = settings.current().compiler
+    if named is not None:
+        return shutil.which(named) if named else None
+    return next((path for path in map(shutil.which, COMPILERS) if path), None)
+
+
+@cache
+def is_there() -> bool:
+    """Whether a compiler was found that builds the pool of threads: then it builds the rest."""
+    if compiler() is None or os.name != "posix":
+        return False
+    try:
+        pool()
+    except (CompilerError, OSError):
+        return False
+    return True
+
+
+@cache
+def why_not() -> str:
+    """Why there is no native code here."""
+    if compiler() is None:
+        return f"no C compiler was found (looked for {', '.join(COMPILERS)})"
+    try:
+        pool()
+    except (CompilerError, OSError) as error:
+        return f"{compiler()} does not build it: {error}"
+    return ""
+
+
+@cache
+def pool() -> Any:
+    """`run(function, pointers, numbers, reals, parts)` of pool.c."""
+    return load((HERE / "pool.c").read_text())
+
+
+def load(source: str) -> ctypes.CDLL:
+    with _lock:
+        library = _libraries.get(source)
+        if library is None:
+            library = _libraries[source] = _load(source)
+        return library
+
+
+def _load(source: str) -> ctypes.CDLL:
+    text = source.replace('#include "pointwise.h"', (HERE / "pointwise.h").read_text())
+    key = hashlib.sha256("\0".join([text, *_command(), _version(), _processor()]).encode()).hexdigest()[:32]
+    folders = [settings.current().cache_dir]
+    for folder in folders:
+        path = folder / f"native_{key}.so"
+        if path.exists():
+            try:
+                return ctypes.CDLL(str(path))
+            except OSError:  # damaged
+                pass
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return ctypes.CDLL(str(_build(text, folder, path)))
+        except PermissionError:
+            pass
+        except OSError as error:
+            if isinstance(error, subprocess.SubprocessError):
+                raise
+    scratch = Path(tempfile.mkdtemp(prefix="warpnorm-"))  # a read-only or full home
+    return ctypes.CDLL(str(_build(text, scratch, scratch / f"native_{key}.so")))
+
+
+def _build(text: str, folder: Path, path: Path) -> Path:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:  # for the user alone
+        source, built = Path(scratch) / "code.c", Path(scratch) / "code.so"
+        source.write_text(text)
+        done = subprocess.run(
+            [*_command(), str(source), "-o", str(built), "-lm", "-lpthread"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise CompilerError((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0])
+        os.replace(built, path)
+    return path
+
+
+def _command() -> tuple[str, ...]:
+    path = compiler()
+    assert path is not None
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
+    wide = ("-mprefer-vector-width=512",) if is_x86 and "avx512f" in _processor() else ()
+    return (path, *FLAGS, "-march=native" if is_x86 else "-mcpu=native", *wide)
+
+
+@cache
+def _version() -> str:
+    path = compiler()
+    assert path is not None
+    return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+@cache
+def _processor() -> str:
+    """What the code may use: the features of the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    wanted = ("flags", "Features", "model name", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.split("\t")[0].strip() in wanted}))

@@ -1,0 +1,144 @@
+/* Elementwise functions for generated code, written so that the compiler can vectorize the loops that call them: no
+   branches, no errno. Suffix f: float, d: double. NaN and infinities behave. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE uint32_t bits_f(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
+INLINE float from_bits_f(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
+INLINE uint64_t bits_d(double x) { uint64_t b; memcpy(&b, &x, 8); return b; }
+
+/* 16 bits, rounded to nearest even */
+
+INLINE float load_bf16(uint16_t h) { return from_bits_f((uint32_t)h << 16); }
+INLINE uint16_t store_bf16(float x) {
+    uint32_t b = bits_f(x);
+    uint32_t rounded = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+    return (uint16_t)((b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+INLINE float load_fp16(uint16_t h) {
+    uint32_t magnitude = ((uint32_t)h & 0x7fffu) << 13;
+    uint32_t usual = bits_f(from_bits_f(magnitude) * 0x1p112f); /* subnormals too */
+    uint32_t special = magnitude | 0x7f800000u;
+    return from_bits_f((magnitude >= 0x0f800000u ? special : usual) | (((uint32_t)h & 0x8000u) << 16));
+}
+INLINE uint16_t store_fp16(float x) {
+    uint32_t b = bits_f(x), sign = (b >> 16) & 0x8000u, magnitude = b & 0x7fffffffu;
+    /* below 2^-14 by adding a number whose last bit is worth 2^-24 */
+    uint32_t small = bits_f(from_bits_f(magnitude) + 0.5f) - 0x3f000000u;
+    uint32_t usual = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    uint32_t code = magnitude < 0x38800000u ? small : usual;
+    code = magnitude >= 0x477ff000u ? 0x7c00u : code;
+    code = magnitude > 0x7f800000u ? 0x7e00u : code;
+    return (uint16_t)(code | sign);
+}
+INLINE float round_fp16_f(float x) { return load_fp16(store_fp16(x)); }
+INLINE float round_bf16_f(float x) { return load_bf16(store_bf16(x)); }
+INLINE double round_fp16_d(double x) { return round_fp16_f((float)x); }
+INLINE double round_bf16_d(double x) { return round_bf16_f((float)x); }
+INLINE double round_fp32_d(double x) { return (float)x; }
+
+/* float */
+
+INLINE float exp_f(float x) {
+    float y = x > 89.0f ? 89.0f : x;
+    y = y < -104.0f ? -104.0f : y;
+    float n = rintf(y * 1.44269504f);
+    float r = fmaf(n, -0.693145752f, y);
+    r = fmaf(n, -1.42860677e-6f, r);
+    float p = 1.37805939e-3f;
+    p = fmaf(p, r, 8.37312452e-3f);
+    p = fmaf(p, r, 4.16695364e-2f);
+    p = fmaf(p, r, 1.66664720e-1f);
+    p = fmaf(p, r, 4.99999851e-1f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    int32_t whole = (int32_t)n, half = whole >> 1; /* in two steps: the result may be subnormal, or infinite */
+    p *= from_bits_f((uint32_t)(half + 127) << 23);
+    return p * from_bits_f((uint32_t)(whole - half + 127) << 23);
+}
+INLINE float sigmoid_f(float x) { return 1.0f / (1.0f + exp_f(-x)); }
+INLINE float tanh_f(float x) {
+    float s = x * x, size = fabsf(x);
+    float p = -5.70498872745e-3f;
+    p = fmaf(p, s, 2.06390887954e-2f);
+    p = fmaf(p, s, -5.37397155531e-2f);
+    p = fmaf(p, s, 1.33314422036e-1f);
+    p = fmaf(p, s, -3.33332819422e-1f);
+    float near = copysignf(fmaf(p * s, x, x), x);
+    float far = copysignf(1.0f - 2.0f / (exp_f(2.0f * size) + 1.0f), x);
+    return size < 0.625f ? near : far;
+}
+INLINE float erf_f(float x) {
+    float t = fabsf(x), s = x * x;
+    float far = fmaf(-1.72853470e-5f, t, 3.83197126e-4f);
+    float u = fmaf(-3.88396438e-3f, t, 2.42546219e-2f);
+    far = fmaf(far, s, u);
+    far = fmaf(far, t, -1.06777877e-1f);
+    far = fmaf(far, t, -6.34846687e-1f);
+    far = fmaf(far, t, -1.28717512e-1f);
+    far = fmaf(far, t, -t);
+    far = copysignf(1.0f - exp_f(far), x);
+    float near = -5.96761703e-4f;
+    near = fmaf(near, s, 4.99119423e-3f);
+    near = fmaf(near, s, -2.67681349e-2f);
+    near = fmaf(near, s, 1.12819925e-1f);
+    near = fmaf(near, s, -3.76125336e-1f);
+    near = fmaf(near, s, 1.28379166e-1f);
+    near = fmaf(near, x, x);
+    return t > 4.0f ? copysignf(1.0f, x) : t > 0.927734375f ? far : near;
+}
+
+/* what the C library has; erf and tanh of double too */
+
+#define BOTH(name, one) \
+    INLINE float name##_f(float x) { return one##f(x); } \
+    INLINE double name##_d(double x) { return one(x); }
+BOTH(expm1, expm1) BOTH(exp2, exp2) BOTH(log, log) BOTH(log2, log2) BOTH(log10, log10) BOTH(log1p, log1p) BOTH(sqrt, sqrt)
+BOTH(sin, sin) BOTH(cos, cos) BOTH(tan, tan) BOTH(asin, asin) BOTH(acos, acos) BOTH(atan, atan) BOTH(sinh, sinh)
+BOTH(cosh, cosh) BOTH(erfc, erfc) BOTH(floor, floor) BOTH(ceil, ceil) BOTH(round, rint) BOTH(trunc, trunc) BOTH(abs, fabs)
+INLINE double exp_d(double x) { return exp(x); }
+INLINE double tanh_d(double x) { return tanh(x); }
+INLINE double erf_d(double x) { return erf(x); }
+INLINE double sigmoid_d(double x) { return 1.0 / (1.0 + exp(-x)); }
+
+#define GENERIC(T, s, one) \
+    INLINE T rsqrt_##s(T x) { return (T)1 / sqrt_##s(x); } \
+    INLINE T pow_##s(T x, T y) { return pow##one(x, y); } \
+    INLINE T fmod_##s(T x, T y) { return fmod##one(x, y); } \
+    INLINE T maximum_##s(T x, T y) { return (x > y) | (x != x) ? x : y; } /* NaN where either is */ \
+    INLINE T minimum_##s(T x, T y) { return (x < y) | (x != x) ? x : y; } \
+    INLINE T sign_##s(T x) { return (T)((x > 0) - (x < 0)); } \
+    INLINE T remainder_##s(T x, T y) { \
+        T rest = fmod##one(x, y); \
+        return (rest != 0) & ((rest < 0) != (y < 0)) ? rest + y : rest; \
+    }
+GENERIC(float, f, f) GENERIC(double, d, )
+INLINE int64_t maximum_i(int64_t x, int64_t y) { return x > y ? x : y; }
+INLINE int64_t minimum_i(int64_t x, int64_t y) { return x < y ? x : y; }
+INLINE int64_t sign_i(int64_t x) { return (x > 0) - (x < 0); }
+INLINE int64_t abs_i(int64_t x) { return x < 0 ? (int64_t)(0 - (uint64_t)x) : x; }
+
+INLINE int32_t signbit_f(float x) { return (int32_t)(bits_f(x) >> 31); }
+INLINE int32_t signbit_d(double x) { return (int32_t)(bits_d(x) >> 63); }
+
+/* Of a dropout: scale or zero, drawn from the element's number. trace/dropout.py has the same in PyTorch. */
+INLINE uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+    for (int round = 0; round < 10; round++) {
+        uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
+        uint32_t n0 = (uint32_t)(b >> 32) ^ c1 ^ k0, n2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
+        c1 = (uint32_t)b, c3 = (uint32_t)a, c0 = n0, c2 = n2;
+        k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+    }
+    return c0;
+}
+INLINE float keep(int64_t seed, int64_t offset, int64_t element, uint32_t threshold, float scale, uint32_t stream) {
+    uint32_t last = (uint32_t)(((offset >> 32) & 0x7FFF) << 16) | stream | 0x80000000u;
+    uint32_t word = philox((uint32_t)element, (uint32_t)(element >> 32), (uint32_t)offset, last, (uint32_t)seed,
+                           (uint32_t)(seed >> 32));
+    return word >= threshold ? scale : 0.0f;
+}

@@ -1,0 +1,134 @@
+/* A call hands out the parts 0 .. parts - 1 of a task. Results depend on the number of parts, not on who does them.
+
+   Where PyTorch has threads of OpenMP, these do them: others would have to share the processors with them, which wait for
+   work without sleeping. Otherwise, and in the child of a fork, where there are none left, threads of our own, which are
+   started when they are needed. Whoever finds these busy does all parts alone. */
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+
+typedef void (*task_t)(void **, const int64_t *, const double *, int64_t part, int64_t parts);
+
+struct work {
+    task_t task;
+    void **pointers;
+    const int64_t *numbers;
+    const double *reals;
+    int64_t parts;
+};
+
+static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER; /* one call at a time has the pool */
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t begun = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
+static struct work work;
+static uint64_t turn;
+static int64_t threads, unfinished;
+
+static void *wait_for_work(void *argument) {
+    int64_t me = (int64_t)(intptr_t)argument;
+    pthread_mutex_lock(&lock);
+    uint64_t seen = turn - 1; /* whoever starts a thread has work for it */
+    for (;;) {
+        while (turn == seen) pthread_cond_wait(&begun, &lock);
+        seen = turn;
+        if (me < work.parts) {
+            struct work mine = work;
+            pthread_mutex_unlock(&lock);
+            mine.task(mine.pointers, mine.numbers, mine.reals, me, mine.parts);
+            pthread_mutex_lock(&lock);
+            if (--unfinished == 0) pthread_cond_signal(&done);
+        }
+    }
+    return NULL;
+}
+
+static void forget_threads(void) {
+    pthread_mutex_init(&owner, NULL);
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&begun, NULL);
+    pthread_cond_init(&done, NULL);
+    threads = unfinished = 0;
+}
+
+static int start_threads(int64_t wanted) {
+    static int is_registered;
+    if (!is_registered) is_registered = pthread_atfork(NULL, NULL, forget_threads) == 0;
+    pthread_attr_t detached;
+    pthread_attr_init(&detached);
+    pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+    while (threads < wanted) {
+        pthread_t thread;
+        if (pthread_create(&thread, &detached, wait_for_work, (void *)(intptr_t)(threads + 1))) break;
+        threads++;
+    }
+    pthread_attr_destroy(&detached);
+    return threads >= wanted;
+}
+
+typedef void (*parallel_t)(void (*)(void *), void *, unsigned, unsigned);
+
+static parallel_t parallel; /* GOMP_parallel of the library that PyTorch uses */
+
+struct shared {
+    struct work work;
+    int64_t next;
+};
+
+static void do_parts(void *argument) {
+    struct shared *shared = argument;
+    struct work mine = shared->work;
+    for (;;) {
+        int64_t part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED);
+        if (part >= mine.parts) return;
+        mine.task(mine.pointers, mine.numbers, mine.reals, part, mine.parts);
+    }
+}
+
+static void forget_all(void) {
+    parallel = NULL;
+    forget_threads();
+}
+
+void use(void *function) {
+    static int is_registered;
+    if (!is_registered) is_registered = pthread_atfork(NULL, NULL, forget_all) == 0;
+    if (is_registered) parallel = (parallel_t)function;
+}
+
+void run(task_t task, void **pointers, const int64_t *numbers, const double *reals, int64_t parts) {
+    if (parts > 1 && parallel) {
+        struct shared shared = {{task, pointers, numbers, reals, parts}, 0};
+        parallel(do_parts, &shared, (unsigned)parts, 0);
+        return;
+    }
+    if (parts > 1 && pthread_mutex_trylock(&owner) == 0) {
+        pthread_mutex_lock(&lock);
+        work = (struct work){task, pointers, numbers, reals, parts};
+        turn++;
+        unfinished = parts - 1;
+        int is_shared = start_threads(parts - 1);
+        if (is_shared) {
+            pthread_cond_broadcast(&begun);
+            pthread_mutex_unlock(&lock);
+            task(pointers, numbers, reals, 0, parts);
+            pthread_mutex_lock(&lock);
+            while (unfinished > 0) pthread_cond_wait(&done, &lock);
+        } else {
+            work.parts = 0; /* the threads that there are find nothing to do */
+        }
+        pthread_mutex_unlock(&lock);
+        pthread_mutex_unlock(&owner);
+        if (is_shared) return;
+    }
+    for (int64_t part = 0; part < parts; part++) task(pointers, numbers, reals, part, parts);
+}
+
+/* Fresh memory comes in huge pages where the system allows it: most of the time of a large output are its page faults. */
+void ask_for_huge_pages(void *start, size_t bytes) {
+    uintptr_t first = ((uintptr_t)start + 4095) & ~(uintptr_t)4095, last = ((uintptr_t)start + bytes) & ~(uintptr_t)4095;
+#ifdef MADV_HUGEPAGE
+    if (last > first) madvise((void *)first, last - first, MADV_HUGEPAGE);
+#endif
+}

@@ -1,5 +1,5 @@
 """A problem becomes one C function: rows one after another, each in walks over its columns. What a walk reads lies in L1 or
-L2 when the next one reads it again. Sums are taken in blocks and added up in double precision."""
+L2 when the next one reads it again. Sums are in double precision, but for short ones in long rows."""
 
 import re
 from collections.abc import Sequence
@@ -102,6 +102,7 @@ class _Writer:
         self.problem = problem
         self.is_double = problem.compute == torch.float64
         self.type, self.suffix = ("double", "d") if self.is_double else ("float", "f")
+        self.block = BLOCK // 8 if self.is_double else BLOCK
         self.loaded = loaded(problem)
         self.prologue = _renamed(problem.prologue, "c_")
         self.sizes = len(problem.size_divisors)
@@ -134,7 +135,7 @@ class _Writer:
         if node.operator == "keep":
             seed, offset, threshold, scale, stream = node.args
             assert isinstance(scale, Literal)
-            return f"keep({seed}, {offset}, line * cols + col, {threshold}u, {float(scale.value)!r}f, {stream}u)"
+            return f"keep({seed}, {offset}, drawn * cols + col, {threshold}u, {float(scale.value)!r}f, {stream}u)"
         if node.operator == "bitwise_not" and node.dtype == torch.bool:
             return f"({node.args[0]} == 0)"
         own = [dtypes[arg] for arg in node.args if isinstance(arg, str)]
@@ -255,6 +256,9 @@ class _Writer:
                 self.add(f"{'const ' * is_read}{kind} *{name}_p = ({'const ' * is_read}{kind} *)p[{place}];")
 
     def begin(self, name: str) -> None:
+        if self.problem.cols_class == 1:
+            # the gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
+            self.add('#pragma GCC optimize("fp-contract=off")')
         self.add(
             '#include "pointwise.h"', "",
             f"void {name}(void **p, const int64_t *n, const double *r, int64_t part, int64_t parts) {{",
@@ -291,7 +295,8 @@ class _Writer:
             self.add("const int64_t kept = piece * cols;")
         else:
             self.add("{", "const int64_t line = row, kept = 0;")
-        self.add("(void)line; (void)kept;")
+        drawn = "line" if isinstance(self.problem, ForwardProblem) or self.problem.norm.is_by_channel else "number"
+        self.add(f"const int64_t drawn = {drawn};", "(void)line; (void)kept; (void)drawn;")
         for _, name, operand in self.loaded:
             if name in names and operand.axes in BY_ROW:
                 self.add(f"const int64_t {name}_line = {self.row_offset(operand)};")
@@ -326,31 +331,33 @@ class _Writer:
         if not sums:
             self.add("#pragma omp simd", f"for (int64_t j = 0; j < {last}; j++) {{", *inside, "}", "}")
             return
-        self.add(f"for (int64_t start = 0; start < {last}; start += {BLOCK}) {{")
-        self.add(f"const int64_t stop = start + {BLOCK} < {last} ? start + {BLOCK} : {last};")
-        self.add(f"{self.type} {', '.join(f'{name} = 0' for name in sums)};")
         is_cheap = not any(f"_{self.suffix}(" in line for line in inside)
+        self.add(f"for (int64_t start = 0; start < {last}; start += {self.block}) {{")
+        self.add(f"const int64_t stop = start + {self.block} < {last} ? start + {self.block} : {last};")
+        self.add(f"double {', '.join(f'{name} = 0' for name in sums)};")
         if is_cheap:
             self.sum_in_lanes(inside, sums)
         self.add(f"#pragma omp simd reduction(+ : {', '.join(sums)})", "for (int64_t j = start; j < stop; j++) {")
         self.add(*inside, "}", *["}"] * is_cheap)
-        self.add(*(f"total_{name} += (double){name};" for name in sums), "}", "}")
+        self.add(*(f"total_{name} += {name};" for name in sums), "}", "}")
 
     def sum_in_lanes(self, inside: Sequence[str], sums: Sequence[str]) -> None:
         """A whole block in several sums at a time: one alone would wait for every addition before the next."""
         lanes = {name: [f"{name}_{k}" for k in range(LANES)] for name in sums}
         every = [lane for of_name in lanes.values() for lane in of_name]
-        self.add(f"if (stop - start == {BLOCK}) {{", f"{self.type} {', '.join(f'{lane} = 0' for lane in every)};")
+        self.add(f"if (stop - start == {self.block}) {{", f"{self.type} {', '.join(f'{lane} = 0' for lane in every)};")
         self.add(f"#pragma omp simd reduction(+ : {', '.join(every)})")
-        self.add(f"for (int64_t i = start; i < start + {BLOCK // LANES}; i++) {{")
+        self.add(f"for (int64_t i = start; i < start + {self.block // LANES}; i++) {{")
         for k in range(LANES):
-            self.add("{", f"const int64_t j = i + {k * BLOCK // LANES};")
+            self.add("{", f"const int64_t j = i + {k * self.block // LANES};")
             for line in inside:
                 for name in sums:
                     line = re.sub(rf"\b{name}\b", lanes[name][k], line)
                 self.add(line)
             self.add("}")
-        self.add("}", *(f"{name} = {' + '.join(of_name)};" for name, of_name in lanes.items()), "} else {")
+        self.add(
+            "}", *(f"{name} = (double){' + (double)'.join(of_name)};" for name, of_name in lanes.items()), "} else {"
+        )
 
     def value(self, output: Value) -> str:
         return output if isinstance(output, str) else self.literal(output, True)
@@ -373,6 +380,10 @@ class _Writer:
         norm = self.problem.norm
         if not norm.is_computed:
             return f"const {self.type} xhat = c;"
+        if isinstance(self.problem, ForwardProblem) and not self.is_double and not self.problem.is_half:
+            # what is rounded off of a row's statistic would be the same error in all its elements
+            value = "(c - mean) - mean_rest" if norm.is_centered else "c"
+            return f"const float apart = {value}, xhat = apart * rstd + apart * rstd_rest;"
         return f"const {self.type} xhat = {'(c - mean) * rstd' if norm.is_centered else 'c * rstd'};"
 
     def keep_c(self) -> None:
@@ -430,7 +441,9 @@ class _Forward(_Writer):
             self.begin_line(names)
             self.walk(names, [*lines, "squares += c * c;"], ["squares"])
             self.add("}")
-            self.add(f"const {self.type} rstd = ({self.type})(1.0 / sqrt(total_squares / (double)cols + (double)eps));")
+            self.add("const double rstd_d = 1.0 / sqrt(total_squares / (double)cols + (double)eps);")
+            self.add(f"const {self.type} rstd = ({self.type})rstd_d;")
+            self.add(f"const {self.type} rstd_rest = ({self.type})(rstd_d - (double)rstd);", "(void)rstd_rest;")
             self.add("rstd_p[row] = rstd;")
             return
         self.add("double total_values = 0, total_squares = 0, total_off = 0;")
@@ -448,8 +461,10 @@ class _Forward(_Writer):
         self.add("const double shift = total_off / count;")
         self.add("double variance_d = total_squares / count - shift * shift;")
         self.add("variance_d = variance_d < 0 ? 0 : variance_d;")
-        self.add(f"const {self.type} mean = ({self.type})((double)about + shift);")
-        self.add(f"const {self.type} rstd = ({self.type})(1.0 / sqrt(variance_d + (double)eps));")
+        self.add("const double mean_d = (double)about + shift, rstd_d = 1.0 / sqrt(variance_d + (double)eps);")
+        self.add(f"const {self.type} mean = ({self.type})mean_d, rstd = ({self.type})rstd_d;")
+        self.add(f"const {self.type} mean_rest = ({self.type})(mean_d - (double)mean);", "(void)mean_rest;")
+        self.add(f"const {self.type} rstd_rest = ({self.type})(rstd_d - (double)rstd);", "(void)rstd_rest;")
         self.add("mean_p[row] = mean;", "rstd_p[row] = rstd;")
         if norm.keeps_variance:
             self.add(f"variance_p[row] = ({self.type})variance_d;")
@@ -506,8 +521,8 @@ class _Backward(_Writer):
 
     def row(self, written: Sequence[tuple[str, Operand]], by_column: Sequence[int], scalars: Sequence[int]) -> None:
         problem, norm = self.problem, self.problem.norm
+        self.add(f"const int64_t number = {self.row_number()};", "(void)number;")
         if norm.is_computed:
-            self.add(f"const int64_t number = {self.row_number()};")
             self.add(
                 *(f"const {self.type} {name} = {name}_p[number];" for name in norm.statistics if name != "variance")
             )

@@ -1,0 +1,10 @@
+"""The contracts of the kernels, by native code."""
+
+from kernel_contracts.accuracy_contract import *  # noqa: F403
+from kernel_contracts.behaviour_contract import *  # noqa: F403
+from kernel_contracts.fuse_behaviour_contract import *  # noqa: F403
+from kernel_contracts.fuse_contract import *  # noqa: F403
+from kernel_contracts.fuse_dropout_contract import *  # noqa: F403
+from kernel_contracts.fuse_operators_contract import *  # noqa: F403
+from kernel_contracts.fuse_random_contract import *  # noqa: F403
+from kernel_contracts.opinfo_contract import *  # noqa: F403

@@ -354,10 +354,7 @@ def _may_write(
 
 
 def _takes_kernels(input: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    if input.numel() == 0:
-        return False
-    route = pipeline.route(input, *tensors)
-    return route == "kernels" or (route == "native" and input.is_contiguous())
+    return input.numel() > 0 and pipeline.route(input, *tensors) != "reference"
 
 
 def _check_tensors(

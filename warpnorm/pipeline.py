@@ -27,7 +27,7 @@ from warpnorm.space import Gradients, Space, describe_backward, describe_forward
 from warpnorm.trace import capture, differentiate
 
 if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported where it is used
-    from warpnorm.cpu.run import NativeBackward, NativeForward
+    from warpnorm.cpu.run import AcrossBackward, AcrossForward, NativeBackward, NativeForward
     from warpnorm.launch.backward import BackwardLaunch
     from warpnorm.launch.column import ColumnBackwardLaunch, ColumnForwardLaunch
     from warpnorm.launch.forward import ForwardLaunch
@@ -56,7 +56,7 @@ def route(input: torch.Tensor, *parameters: torch.Tensor | float | None) -> str:
         )
     if forced != "auto":
         return forced
-    if input.is_cpu:
+    if input.is_cpu and not input.is_cuda:
         is_worth_it = input.numel() > SMALL and not settings.is_interpreting()
         return "native" if is_worth_it and has_compiler() and not is_seen_through((input, *parameters)) else "reference"
     if not input.is_cuda or input.numel() == 0 or not has_triton() or settings.is_interpreting():
@@ -89,9 +89,9 @@ def takes(call: Call, operands: Tensors) -> bool:
 
 @lru_cache(maxsize=4096)
 def _takes(call: Call, views: tuple[View, ...]) -> bool:
-    from warpnorm.cpu import source
+    from warpnorm.cpu.writer import can_write
 
-    return source.can_write(forward_problem(call, views)[0])
+    return can_write(forward_problem(call, views)[0])
 
 
 def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
@@ -207,15 +207,15 @@ def prepare_forward(
     device: torch.device,
     plan: Plan | None,
     running: tuple[torch.dtype, ...] = (),
-) -> "ForwardLaunch | ColumnForwardLaunch | NativeForward":
+) -> "ForwardLaunch | ColumnForwardLaunch | NativeForward | AcrossForward":
     from warpnorm.codegen import bind
     from warpnorm.launch.forward import ForwardLaunch
 
     problem, space = forward_problem(call, views)
     if is_native(device):
-        from warpnorm.cpu.run import NativeForward, forward_function
+        from warpnorm.cpu import run
 
-        return NativeForward(problem, space, forward_function(problem), call.eps)
+        return run.prepare_forward(problem, space, call.eps)
     problem = replace(problem, running=running)
     target = devices.of(device)
     plan = plan or choose.forward(problem, target)
@@ -237,15 +237,15 @@ def prepare_backward(
     given: tuple[int, ...],
     wanted: tuple[int, ...],
     plan: Plan | None,
-) -> "BackwardLaunch | ColumnBackwardLaunch | NativeBackward":
+) -> "BackwardLaunch | ColumnBackwardLaunch | NativeBackward | AcrossBackward":
     from warpnorm.codegen import bind
     from warpnorm.launch.backward import BackwardLaunch
 
     problem, space = backward_problem(call, views, given, wanted)
     if is_native(device):
-        from warpnorm.cpu.run import NativeBackward, backward_function
+        from warpnorm.cpu import run
 
-        return NativeBackward(problem, space, backward_function(problem))
+        return run.prepare_backward(problem, space)
     target = devices.of(device)
     plan = plan or choose.backward(problem, target)
     kernel = bind.backward(problem, plan, target, device.index)

@@ -109,7 +109,8 @@ def _build(text: str, folder: Path, path: Path) -> Path:
             check=False,
         )
         if done.returncode != 0:
-            raise CompilerError((done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0])
+            said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+            raise CompilerError(said[0] if said else f"exit status {done.returncode}")
         os.replace(built, path)
     return path
 

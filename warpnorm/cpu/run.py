@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from warpnorm.cpu import build, source
+from warpnorm.cpu import across, build, source
+from warpnorm.cpu.writer import is_across
 from warpnorm.problem import ALONG, COLUMN, GROUP, NUMBER, SCALAR, BackwardProblem, ForwardProblem, Operand, Running
 from warpnorm.space import Space
 
@@ -29,12 +30,20 @@ def _function(text: str, name: str) -> int:
     return address
 
 
-def forward_function(problem: ForwardProblem) -> int:
-    return _function(source.forward(problem), "forward")
+def prepare_forward(problem: ForwardProblem, space: Space, eps: float) -> "NativeForward | AcrossForward":
+    if problem.norm.is_by_channel and is_across(problem):
+        text = across.forward(problem)
+        first = _function(text, "first") if problem.norm.is_computed else 0
+        return AcrossForward(problem, space, first, _function(text, "last"), eps)
+    return NativeForward(problem, space, _function(source.forward(problem), "forward"), eps)
 
 
-def backward_function(problem: BackwardProblem) -> int:
-    return _function(source.backward(problem), "backward")
+def prepare_backward(problem: BackwardProblem, space: Space) -> "NativeBackward | AcrossBackward":
+    if problem.norm.is_by_channel and is_across(problem):
+        text = across.backward(problem)
+        first = _function(text, "first") if problem.has_tasks else 0
+        return AcrossBackward(problem, space, first, _function(text, "last"))
+    return NativeBackward(problem, space, _function(source.backward(problem), "backward"))
 
 
 @dataclass(frozen=True)
@@ -89,6 +98,122 @@ class NativeBackward:
         _run(self.function, pointers, _numbers(space, operands), _reals(0.0, operands), parts)
         for k, partial in partials.items():
             _settle(problem.gradients[k], space, partial, gradients[k])
+
+
+@dataclass(frozen=True)
+class AcrossForward:
+    """Where memory runs across the lines: statistics of parts of them, which are merged here, then results."""
+
+    problem: ForwardProblem
+    space: Space
+    first: int
+    last: int
+    eps: float
+
+    def __call__(
+        self,
+        operands: Sequence[torch.Tensor | float],
+        outputs: Sequence[torch.Tensor],
+        running: Running | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        problem, space = self.problem, self.space
+        for output in outputs:
+            _ask_for_huge_pages(output)
+        numbers, reals = _numbers(space, operands), _reals(self.eps, operands)
+        read = [*map(_pointer, operands)]
+        bands, width = _bands(space)
+        parts = _parts(space, bands * space.cols)
+        statistics: tuple[torch.Tensor, ...] = ()
+        of_lines: list[torch.Tensor] = []
+        if problem.norm.is_computed:
+            mean, squares = torch.zeros(2, parts, space.rows, dtype=torch.float64)
+            _run(self.first, [*read, _pointer(mean), _pointer(squares)], numbers, reals, parts)
+            merged, variance = _merged(space, mean.view(parts, bands, width), squares.view(parts, bands, width), parts)
+            rstd = (variance + self.eps).rsqrt()
+            found = [t.to(problem.compute) for t in (merged, rstd, variance)]
+            statistics = tuple(found[: len(problem.norm.statistics)])
+            of_lines = [_of_lines(space, t) for t in found[:2]]
+        _run(self.last, [*read, *map(_pointer, outputs), *map(_pointer, of_lines)], numbers, reals, parts)
+        if running is not None:
+            _average(running, statistics)
+        return statistics
+
+
+@dataclass(frozen=True)
+class AcrossBackward:
+    problem: BackwardProblem
+    space: Space
+    first: int
+    last: int
+
+    def __call__(
+        self,
+        operands: Sequence[torch.Tensor | float],
+        grad_outputs: Sequence[torch.Tensor],
+        statistics: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        """Writes every gradient."""
+        problem, space = self.problem, self.space
+        numbers, reals = _numbers(space, operands), _reals(0.0, operands)
+        read = [*map(_pointer, operands), *map(_pointer, grad_outputs)]
+        bands, _width = _bands(space)
+        parts = _parts(space, bands * space.cols)
+        of_lines = [_of_lines(space, t) for t in statistics[:2]] if problem.norm.is_computed else []
+        merged: list[torch.Tensor] = []
+        if problem.has_tasks:
+            sums = torch.zeros(2, parts, space.rows, dtype=torch.float64)
+            _run(self.first, [*read, *map(_pointer, (*sums, *of_lines))], numbers, reals, parts)
+            count = space.cols * space.pieces
+            merged = [_of_lines(space, (_of_rows(space, t.sum(0)).sum(1) / count).to(problem.compute)) for t in sums]
+        written = [gradients[k] for k in problem.written]
+        for gradient in written:
+            _ask_for_huge_pages(gradient)
+        partials = {k: torch.zeros(parts, space.rows, dtype=torch.float64) for k in problem.reduced}
+        tensors = (*written, *partials.values(), *merged, *of_lines)
+        _run(self.last, [*read, *map(_pointer, tensors)], numbers, reals, parts)
+        for k, partial in partials.items():
+            _settle(problem.gradients[k], space, partial.sum(0), gradients[k])
+
+
+def _bands(space: Space) -> tuple[int, int]:
+    width = space.row_sizes[-1]
+    return space.rows // width, width
+
+
+def _of_rows(space: Space, lines: torch.Tensor) -> torch.Tensor:
+    """(rows, pieces) of what there is for each line."""
+    inner = max(space.inner_rows, 1) if space.pieces > 1 else 1
+    outer = space.rows // (space.pieces * inner)
+    return lines.reshape(outer, space.pieces, inner).transpose(1, 2).reshape(-1, space.pieces)
+
+
+def _of_lines(space: Space, rows: torch.Tensor) -> torch.Tensor:
+    """For each line what there is for its row."""
+    inner = max(space.inner_rows, 1) if space.pieces > 1 else 1
+    outer = space.rows // (space.pieces * inner)
+    return rows.reshape(outer, 1, inner).expand(outer, space.pieces, inner).reshape(-1).contiguous()
+
+
+def _merged(space: Space, mean: torch.Tensor, squares: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean and the variance of each row, from those of the columns that each part has of each band."""
+    bands, _width = _bands(space)
+    places = bands * space.cols
+    edges = torch.tensor([places * part // parts for part in range(parts + 1)])
+    starts = torch.arange(bands) * space.cols
+    first, end = edges[:-1, None].clamp(min=starts), edges[1:, None].clamp(max=starts + space.cols)
+    count = (end - first).clamp(min=0).double()[:, :, None].expand_as(mean)
+    count, mean, squares = (_pieces(space, t) for t in (count, mean, squares))
+    total = float(space.cols * space.pieces)
+    merged = (count * mean).sum(1, keepdim=True) / total
+    deviation = mean - merged
+    variance = (squares + count * deviation * deviation).sum(1) / total
+    return merged[:, 0], variance
+
+
+def _pieces(space: Space, parts: torch.Tensor) -> torch.Tensor:
+    """(rows, pieces and parts of them)."""
+    return torch.cat([_of_rows(space, part.reshape(-1)) for part in parts], 1)
 
 
 def _run(function: int, pointers: Sequence[int], numbers: Sequence[int], reals: Sequence[float], parts: int) -> None:
@@ -153,7 +278,7 @@ def _average(running: Running, statistics: Sequence[torch.Tensor]) -> None:
     kept, of_mean, of_variance = running.factors
     for old, new, gained in ((running.mean, statistics[0], of_mean), (running.variance, statistics[2], of_variance)):
         with torch.no_grad():
-            old.copy_(old.to(new.dtype) * kept + new * gained)
+            old.copy_(old.double() * kept + new.double() * gained)
 
 
 def _partial(gradient: Operand, space: Space, parts: int) -> torch.Tensor:

@@ -1,0 +1,338 @@
+"""What all generated C has in common: values, addresses, and where everything stands among the arguments."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from warpnorm.codegen import expressions
+from warpnorm.codegen.pointwise import loaded
+from warpnorm.problem import (
+    FULL,
+    NUMBER,
+    SCALAR,
+    TILES,
+    BackwardProblem,
+    ForwardProblem,
+    Graph,
+    Literal,
+    Node,
+    Operand,
+    Problem,
+    Stride,
+    Value,
+)
+from warpnorm.trace.operators import C, is_cast
+
+TYPES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "uint16_t",
+    torch.bfloat16: "uint16_t",
+    torch.bool: "uint8_t",
+    torch.uint8: "uint8_t",
+    torch.int8: "int8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int32_t",
+    torch.int64: "int64_t",
+}
+HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+BLOCK = 1024  # columns whose sum is taken in the dtype of computation
+FLUSHED = 64  # rows whose sum is
+LANES = 4
+
+
+def can_write(problem: Problem) -> bool:
+    """Whether there is C for a problem: no dtype is of eight bits but integers'."""
+    tensors = [*problem.operands, *problem.results]
+    if isinstance(problem, BackwardProblem):
+        tensors += [*problem.grad_outputs, *problem.gradients]
+    graphs = graphs_of(problem)
+    return all(tensor.dtype in TYPES for tensor in tensors) and all(
+        node.dtype in TYPES for graph in graphs for node in graph.nodes
+    )
+
+
+def is_across(problem: Problem) -> bool:
+    lead = next((o for o in problem.operands if o.axes == FULL), None)
+    return lead is not None and lead.col_strides[-1].literal != 1 and problem.cols_class > 1
+
+
+def graphs_of(problem: Problem) -> tuple[Graph, ...]:
+    if isinstance(problem, ForwardProblem):
+        return problem.prologue, problem.epilogue
+    assert isinstance(problem, BackwardProblem)
+    return problem.prologue, problem.epilogue_vjp, problem.prologue_vjp
+
+
+def renamed(graph: Graph, prefix: str) -> Graph:
+    """Several graphs in one body must not name two values alike."""
+    names = {node.name: prefix + node.name for node in graph.nodes}
+
+    def of(value: Value) -> Value:
+        return names.get(value, value) if isinstance(value, str) else value
+
+    nodes = tuple(replace(node, name=names[node.name], args=tuple(map(of, node.args))) for node in graph.nodes)
+    return replace(graph, nodes=nodes, outputs=tuple(map(of, graph.outputs)))
+
+
+class Writer:
+    """What both directions share. Numbers that a function is called with: rows, columns, pieces of a row, lines between
+    them, groups, then the sizes of axes, strides, and integers among the operands."""
+
+    HEAD = 5
+
+    def __init__(self, problem: ForwardProblem | BackwardProblem) -> None:
+        self.problem = problem
+        self.is_double = problem.compute == torch.float64
+        self.type, self.suffix = ("double", "d") if self.is_double else ("float", "f")
+        self.block = BLOCK // 8 if self.is_double else BLOCK
+        self.loaded = loaded(problem)
+        self.prologue = renamed(problem.prologue, "c_")
+        self.sizes = len(problem.size_divisors)
+        self.lines: list[str] = []
+
+    # Values
+
+    def literal(self, value: Literal, is_float: bool) -> str:
+        number = value.value
+        if not is_float:
+            return f"((int64_t){int(number)}ll)"
+        number = float(number)
+        if number != number:
+            return f"(({self.type})NAN)"
+        if number in (float("inf"), -float("inf")):
+            return f"(({self.type}){'-' if number < 0 else ''}INFINITY)"
+        return f"(({self.type}){number!r})"
+
+    def code(self, graph: Graph) -> list[str]:
+        dtypes = expressions.dtypes_of(graph, self.problem)
+        return [f"const {self.type_of(dtypes[n.name])} {n.name} = {self.expression(n, dtypes)};" for n in graph.nodes]
+
+    def type_of(self, dtype: torch.dtype) -> str:
+        """Inside: floating ones in the dtype of computation, integers as wide as they come, booleans."""
+        return self.type if dtype.is_floating_point else "int32_t" if dtype == torch.bool else "int64_t"
+
+    def expression(self, node: Node, dtypes: dict[str, torch.dtype]) -> str:
+        if is_cast(node.operator):
+            return self.cast(node, dtypes)
+        if node.operator == "keep":
+            seed, offset, threshold, scale, stream = node.args
+            assert isinstance(scale, Literal)
+            return f"keep({seed}, {offset}, drawn * cols + col, {threshold}u, {float(scale.value)!r}f, {stream}u)"
+        if node.operator == "bitwise_not" and node.dtype == torch.bool:
+            return f"({node.args[0]} == 0)"
+        own = [dtypes[arg] for arg in node.args if isinstance(arg, str)]
+        common = expressions.common_dtype(node, own, self.problem.compute)
+        is_float = common.is_floating_point
+        args = []
+        for k, arg in enumerate(node.args):
+            is_condition = node.operator == "where" and k == 0
+            if not isinstance(arg, str):
+                args.append(self.literal(arg, is_float))
+            elif is_condition or dtypes[arg] == common:
+                args.append(arg)
+            else:
+                args.append(f"(({self.type_of(common)}){arg})")
+        whole = self.wrap(common) if not is_float and node.operator in ("add", "sub", "mul", "neg", "abs") else "{}"
+        return whole.format(C[node.operator].format(*args, s=self.suffix if is_float else "i"))
+
+    def wrap(self, dtype: torch.dtype) -> str:
+        """Integers are computed in 64 bits, and wrap around in their own."""
+        return "{}" if dtype in (torch.int64, torch.bool) else f"(({TYPES[dtype]})({{}}))"
+
+    def cast(self, node: Node, dtypes: dict[str, torch.dtype]) -> str:
+        (arg,) = node.args
+        source = dtypes[arg] if isinstance(arg, str) else self.problem.compute
+        text = arg if isinstance(arg, str) else self.literal(arg, True)
+        target = node.dtype
+        if target == torch.bool:
+            return f"({text} != 0)"
+        if not target.is_floating_point:
+            return f"((int64_t)({TYPES[target]})({'(int64_t)' * source.is_floating_point}{text}))"
+        if source.is_floating_point and target in HALVES:
+            return f"round_{HALVES[target]}_{self.suffix}({text})"
+        if source.is_floating_point and target == torch.float32 and self.is_double:
+            return f"round_fp32_d({text})"
+        if target in HALVES:
+            return f"round_{HALVES[target]}_{self.suffix}(({self.type}){text})"
+        return f"(({self.type}){text})"
+
+    # Addresses
+
+    def size(self, k: int) -> str:
+        return f"n[{self.HEAD + k}]"
+
+    def stride(self, slot: int) -> str:
+        return f"n[{self.HEAD + self.sizes + slot}]"
+
+    def indices(self, offset: str, axes: int, first: int) -> list[str]:
+        """The index along each axis, from the offset into all of them; the last axis runs fastest."""
+        found, rest = [], offset
+        for size in range(first + axes - 2, first - 1, -1):
+            found.append(f"({rest} % {self.size(size)})")
+            rest = f"({rest} / {self.size(size)})"
+        return [rest, *reversed(found)]
+
+    def row_offset(self, operand: Operand, line: str = "line") -> str:
+        terms = self.terms(self.indices(line, len(operand.row_strides), 0), operand.row_strides)
+        return " + ".join(terms) or "0"
+
+    def terms(self, indices: Sequence[str], strides: Sequence[Stride]) -> list[str]:
+        found = []
+        for index, stride in zip(indices, strides, strict=True):
+            if stride.literal is None:
+                found.append(f"{index} * {self.stride(stride.slot)}")
+            elif stride.literal == 1:
+                found.append(index)
+        return found
+
+    def col_offset(self, operand: Operand) -> str:
+        """Of the outer axes of columns, which `outer` counts together."""
+        strides = operand.col_strides[:-1]
+        if not strides:
+            return "0"
+        first = len(operand.row_strides) - 1
+        return " + ".join(self.terms(self.indices("outer", len(strides), first), strides)) or "0"
+
+    def at(self, name: str, operand: Operand) -> str:
+        """Where the element `j` of the innermost axis lies."""
+        inner = operand.col_strides[-1]
+        step = "" if inner.literal == 0 else " + j" if inner.literal == 1 else f" + j * {self.stride(inner.slot)}"
+        return f"{name}_at{step}"
+
+    def load(self, name: str, operand: Operand, place: str) -> str:
+        value = f"{name}_p[{place}]"
+        if operand.dtype in HALVES:
+            value = f"load_{HALVES[operand.dtype]}({value})"
+        return f"const {self.type_of(operand.dtype)} {name} = ({self.type_of(operand.dtype)}){value};"
+
+    def store(self, name: str, operand: Operand, value: str) -> str:
+        if operand.dtype in HALVES:
+            value = f"store_{HALVES[operand.dtype]}((float){value})"
+        elif operand.dtype == torch.bool:
+            value = f"{value} != 0"
+        elif not operand.dtype.is_floating_point:
+            value = f"({TYPES[operand.dtype]})(int64_t){value}"
+        return f"{name}_p[{self.at(name, operand)}] = ({TYPES[operand.dtype]})({value});"
+
+    # Structure
+
+    def add(self, *lines: str) -> None:
+        self.lines += lines
+
+    @property
+    def reads_c(self) -> str | None:
+        """The operand that c is itself, one number beside the other, so that nothing has to be kept of it."""
+        (result,) = self.problem.prologue.outputs
+        for _, name, operand in self.loaded:
+            is_dense = (
+                operand.col_strides[-1:] and operand.col_strides[-1].literal == 1 and len(operand.col_strides) == 1
+            )
+            if name == result and operand.dtype == self.problem.compute and operand.axes in TILES and is_dense:
+                return name
+        return None
+
+    def declare(self, tensors: Sequence[tuple[str, Operand, int]], is_read: bool) -> None:
+        for name, operand, place in tensors:
+            if operand.axes != NUMBER:
+                kind = TYPES[operand.dtype]
+                self.add(f"{'const ' * is_read}{kind} *{name}_p = ({'const ' * is_read}{kind} *)p[{place}];")
+
+    def begin(self, name: str) -> None:
+        if not self.lines and self.problem.cols_class == 1:
+            # the gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
+            self.add('#pragma GCC optimize("fp-contract=off")')
+        if "#include" not in "".join(self.lines):
+            self.add('#include "pointwise.h"', "")
+        self.add(
+            f"void {name}(void **p, const int64_t *n, const double *r, int64_t part, int64_t parts) {{",
+            "const int64_t rows = n[0], cols = n[1], pieces = n[2], inner_rows = n[3], groups = n[4];",
+            "(void)pieces; (void)inner_rows; (void)groups;",
+        )
+        self.declare([(name, operand, i) for i, name, operand in self.loaded], True)
+        ints = floats = 0
+        for _, name, operand in self.loaded:
+            if operand.axes == NUMBER:
+                if operand.dtype.is_floating_point:
+                    self.add(f"const {self.type} {name} = ({self.type})r[{4 + floats}];")
+                    floats += 1
+                else:
+                    self.add(f"const int64_t {name} = {self.stride(self.strides + ints)};")
+                    ints += 1
+            elif operand.axes == SCALAR:
+                self.add(self.load(name, operand, "0"))
+
+    @property
+    def strides(self) -> int:
+        tensors = [*self.problem.operands, *self.problem.results]
+        if isinstance(self.problem, BackwardProblem):
+            tensors += [*self.problem.grad_outputs, *self.problem.gradients]
+        slots = [s.slot for t in tensors for s in (*t.row_strides, *t.col_strides) if s.literal is None]
+        return max(slots, default=-1) + 1
+
+    def value(self, output: Value) -> str:
+        return output if isinstance(output, str) else self.literal(output, True)
+
+    def c_lines(self, keeps: bool) -> tuple[list[str], tuple[str, ...]]:
+        """How c comes about the first time, and what that reads."""
+        graph = self.prologue
+        lines = [*self.code(graph), f"const {self.type} c = {self.value(graph.outputs[0])};"]
+        if keeps and self.reads_c is None:
+            lines.append("kept_c[kept + col] = c;")
+        return lines, graph.used_inputs
+
+    def c_again(self) -> tuple[list[str], tuple[str, ...]]:
+        name = self.reads_c
+        if name is not None:
+            return [f"const {self.type} c = {name};"], (name,)
+        return [f"const {self.type} c = kept_c[kept + col];"], ()
+
+    def xhat(self) -> str:
+        norm = self.problem.norm
+        if not norm.is_computed:
+            return f"const {self.type} xhat = c;"
+        if isinstance(self.problem, ForwardProblem) and not self.is_double and not self.problem.is_half:
+            # what is rounded off of a row's statistic would be the same error in all its elements
+            value = "(c - mean) - mean_rest" if norm.is_centered else "c"
+            return f"const float apart = {value}, xhat = apart * rstd + apart * rstd_rest;"
+        return f"const {self.type} xhat = {'(c - mean) * rstd' if norm.is_centered else 'c * rstd'};"
+
+    def keep_c(self) -> None:
+        if self.reads_c is None:
+            self.add(f"{self.type} *kept_c = ({self.type} *)malloc(sizeof({self.type}) * (size_t)(pieces * cols));")
+
+    def let_go(self) -> None:
+        if self.reads_c is None:
+            self.add("free(kept_c);")
+
+    def grad_c(self) -> list[str]:
+        problem, norm = self.problem, self.problem.norm
+        assert isinstance(problem, BackwardProblem)
+        direct = int(problem.needs_grad_xhat)
+        terms = []
+        if problem.needs_grad_xhat:
+            value = "from_epilogue0"
+            if norm.is_computed:
+                shift = " - plain" if norm.is_centered else ""
+                value = f"(from_epilogue0{shift} - xhat * products) * rstd"
+            terms.append(value)
+        if problem.needs_grad_c:
+            terms.append(f"from_epilogue{direct}")
+        return [f"const {self.type} grad_c = {' + '.join(terms) or '0'};", "(void)grad_c;"]
+
+    def results(self, second: Graph) -> list[str]:
+        """The gradient of each wanted operand: what comes through the prologue plus what came through the epilogue."""
+        problem = self.problem
+        assert isinstance(problem, BackwardProblem)
+        first = problem.needs_grad_xhat + problem.needs_grad_c
+        through_prologue = dict(zip(problem.wanted_of_prologue, map(self.value, second.outputs), strict=True))
+        through_epilogue = {index: f"from_epilogue{first + k}" for k, index in enumerate(problem.wanted_of_epilogue)}
+        found = []
+        for index in problem.wanted:
+            parts = [by[index] for by in (through_prologue, through_epilogue) if index in by]
+            found.append("(" + " + ".join(parts) + ")")
+        return found
+
+    def text(self) -> str:
+        raise NotImplementedError

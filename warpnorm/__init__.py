@@ -1,4 +1,4 @@
-"""Normalization for PyTorch: one fused Triton kernel forward and one backward on a GPU, PyTorch's operators on a CPU.
+"""Normalization for PyTorch: one fused Triton kernel forward and one backward on a GPU, native code on a CPU.
 
 `pipeline.py` is the map of what happens in one call.
 """

@@ -157,7 +157,7 @@ def _explanation(
         epilogue=_readable(str(call.epilogue), names),
         operands=described,
         outputs=call.outputs,
-        route=_route(tensors, device_at_hand),
+        route=_route(tensors, device_at_hand, call),
         target=shown,
         forward=_forward(problem, space, views, outputs, device, asm),
         backward=backward,
@@ -171,15 +171,22 @@ def _norm(call: Call, dims: int) -> str:
     return f"{call.norm.name}{of}, eps {call.eps:g}"
 
 
-def _route(tensors: Sequence[torch.Tensor], device: torch.device) -> str:
-    route = pipeline.route(leader(tensors), *tensors)
+def _route(tensors: Sequence[torch.Tensor], device: torch.device, call: Call) -> str:
+    widest = max(tensors, key=torch.Tensor.numel).shape
+    is_large = pipeline.is_large(call.norm, widest, prod(widest[max(len(widest) - call.col_dims, 0) :]))
+    route = pipeline.route(leader(tensors), *tensors, is_large=is_large)
     if route == "kernels":
         return "as one kernel forward"
+    if route == "native":
+        return "as native code on the CPU"
     if settings.current().route == "reference":
         return "as plain PyTorch, because the setting WARPNORM_ROUTE is reference"
     why = "its tensors have no elements" if leader(tensors).numel() == 0 else f"its tensors are on {device}"
     if device.type == "cuda" and not pipeline.has_triton():
         why = "Triton is not installed"
+    if device.type == "cpu" and leader(tensors).numel() > 0:
+        is_small = "its rows are so small that this is quicker"
+        why = pipeline.why_no_compiler() if is_large and not pipeline.has_compiler() else is_small
     return f"as plain PyTorch, because {why}"
 
 

@@ -1,6 +1,8 @@
 """The norms as functions: PyTorch's signatures and semantics, and more by keyword. The modules are in `nn.py`."""
 
 from collections.abc import Sequence
+from math import prod
+from typing import Any
 
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
@@ -48,7 +50,7 @@ def layer_norm(
             normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
         )  # fmt: skip
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
-    if is_plain and _takes_operators(input):
+    if is_plain and _takes_operators(input, normalized_shape):
         try:
             return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
         except REFUSALS:
@@ -62,7 +64,7 @@ def layer_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight, bias))
-    if pipeline.route(input, weight, bias) != "reference":
+    if pipeline.route(input, weight, bias, is_large=prod(shape) > pipeline.SMALL_ROW) != "reference":
         results = _by_kernels(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, out)
     else:
         results = reference.layer_norm(input, shape, weight, bias, eps, weight_offset)
@@ -95,7 +97,11 @@ def rms_norm(
             normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
         )  # fmt: skip
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
-    if is_plain and _takes_operators(input) and (weight is None or getattr(weight, "dtype", None) is input.dtype):
+    if (
+        is_plain
+        and _takes_operators(input, normalized_shape)
+        and (weight is None or getattr(weight, "dtype", None) is input.dtype)
+    ):
         try:
             if input.dtype in arguments.DTYPES:
                 return torch.rms_norm(input, normalized_shape, weight, eps)  # type: ignore[arg-type]
@@ -111,7 +117,7 @@ def rms_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight,))
-    if pipeline.route(input, weight) != "reference":
+    if pipeline.route(input, weight, is_large=prod(shape) > pipeline.SMALL_ROW) != "reference":
         results = _by_kernels(RMS_NORM, input, shape, weight, None, eps, weight_offset, out)
         return results if return_stats else results[0]
     output = reference.rms_norm(input, shape, weight, eps, weight_offset)
@@ -152,7 +158,11 @@ def batch_norm(
             batch_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
             training, momentum, eps, out=out, return_stats=return_stats,
         )  # fmt: skip
-    if out is None and not return_stats and _takes_operators(input):
+    if (
+        out is None
+        and not return_stats
+        and _takes_operators(input, None, BATCH_NORM if training is True else FIXED_NORM)
+    ):
         try:
             if training:
                 is_safe = input.numel() > input.shape[1] and _may_write(input, running_mean, running_var, weight, bias)
@@ -171,7 +181,7 @@ def batch_norm(
     if not training:
         return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats)
     count = arguments.check_several(name, "value per channel when training", input, input.shape[0])
-    if _takes_kernels(input, weight, bias, running_mean, running_var):
+    if _takes_kernels(BATCH_NORM, input, weight, bias, running_mean, running_var):
         running = None
         if running_mean is not None and running_var is not None:
             running = Running(running_mean, running_var, momentum, count)
@@ -202,7 +212,7 @@ def group_norm(
         return handle_torch_function(
             group_norm, (input, weight, bias), input, num_groups, weight, bias, eps, out=out, return_stats=return_stats
         )
-    if out is None and not return_stats and _takes_operators(input):
+    if out is None and not return_stats and _takes_operators(input, None, GROUP_NORM):
         try:
             if input.numel() > num_groups and (weight is not None or bias is None):
                 return torch.group_norm(input, num_groups, weight, bias, eps, False)
@@ -214,7 +224,7 @@ def group_norm(
     eps = arguments.check_eps(name, eps)
     _check_tensors(name, input, channels, weight, bias, None, None, True, out)
     arguments.check_several(name, "value per group", input, input.shape[0] * channels // groups)
-    if _takes_kernels(input, weight, bias):
+    if _takes_kernels(GROUP_NORM, input, weight, bias):
         output, mean, rstd = _by_channel_kernels(GROUP_NORM, input, groups, weight, bias, eps, out)
         return (output, mean.view(-1, groups), rstd.view(-1, groups)) if return_stats else output
     statistics = _statistics(input, groups, weight, bias, eps) if return_stats else ()
@@ -245,7 +255,7 @@ def instance_norm(
             instance_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
             use_input_stats, momentum, eps, out=out, return_stats=return_stats,
         )  # fmt: skip
-    if out is None and not return_stats and _takes_operators(input):
+    if out is None and not return_stats and _takes_operators(input, None, GROUP_NORM):
         try:
             flags = (use_input_stats, momentum, eps, False)
             if use_input_stats:
@@ -266,7 +276,7 @@ def instance_norm(
     if not use_input_stats:
         return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats, input.shape[0])
     count = arguments.check_several(name, "spatial element when training", input)
-    if _takes_kernels(input, weight, bias, running_mean, running_var):
+    if _takes_kernels(GROUP_NORM, input, weight, bias, running_mean, running_var):
         norm = GROUP_NORM if running_mean is None else TRACKED_NORM
         output, *rows = _by_channel_kernels(norm, input, channels, weight, bias, eps, out)
         mean, rstd, *variance = (row.view(-1, channels) for row in rows)
@@ -316,15 +326,19 @@ def _is_zero(weight_offset: float) -> bool:
     return type(weight_offset) is float and weight_offset == 0.0
 
 
-def _takes_operators(input: torch.Tensor) -> bool:
+def _takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: Norm = LAYER_NORM) -> bool:
     """Whether a call without extras may go to PyTorch's operator unchecked: it is quicker than to check, and what the
     operator refuses is checked after all."""
+    if torch.compiler.is_compiling() or not isinstance(input, torch.Tensor) or not input.is_cpu:
+        return False  # a compiler would not see the refusal
     route = settings.current().route
-    if not isinstance(input, torch.Tensor) or not input.is_cpu or route in ("kernels", "native"):
+    if route != "auto":
+        return route == "reference"
+    try:
+        cols = normalized_shape if isinstance(normalized_shape, int) else prod(normalized_shape or ())
+        return not (pipeline.is_large(norm, input.shape, cols) and pipeline.has_compiler())
+    except (TypeError, ValueError, IndexError):
         return False
-    if route == "auto" and input.numel() > pipeline.SMALL and pipeline.has_compiler():
-        return False
-    return not torch.compiler.is_compiling()  # which would not see the refusal
 
 
 def _are_vectors(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
@@ -353,8 +367,9 @@ def _may_write(
     )
 
 
-def _takes_kernels(input: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    return input.numel() > 0 and pipeline.route(input, *tensors) != "reference"
+def _takes_kernels(norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
+    is_large = input.numel() > 0 and pipeline.is_large(norm, input.shape, 0)
+    return pipeline.route(input, *tensors, is_large=is_large) != "reference" and input.numel() > 0
 
 
 def _check_tensors(
@@ -413,7 +428,7 @@ def _by_running(
         statistics = reference.fixed_statistics(running_mean, running_var, eps, dtype)
         if samples is not None:
             statistics = tuple(statistic.repeat(samples, 1) for statistic in statistics)
-    if _takes_kernels(input, weight, bias, running_mean, running_var):
+    if _takes_kernels(FIXED_NORM, input, weight, bias, running_mean, running_var):
         fixed = (running_mean, running_var)
         output = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out, fixed)[0]
         return (output, *statistics) if return_stats else output

@@ -107,7 +107,10 @@ class Fused:
         if pipeline.is_seen_through(request.tensors):
             return self.__wrapped__(*given, **kwargs)
         prepared = self.prepare(request)
-        route = pipeline.route(leader(request.tensors), *request.tensors)
+        widest = max(request.tensors, key=torch.Tensor.numel).shape
+        cols = prod(widest[max(len(widest) - prepared.captured.call.col_dims, 0) :])
+        is_large = pipeline.is_large(prepared.captured.call.norm, widest, cols)
+        route = pipeline.route(leader(request.tensors), *request.tensors, is_large=is_large)
         if route == "reference":
             return self.__wrapped__(*given, **kwargs)
         call, operands = arrange(prepared, request.tensors)
@@ -202,7 +205,8 @@ def fuse(function: Callable[..., Any]) -> Fused:
     written to memory. Works on functions, lambdas, closures, methods and the `forward` of modules; tensors that the
     function reads from outside are read anew at every call and get gradients.
 
-    On a CPU the function is captured and checked in the same way, and then runs as the plain PyTorch that it is.
+    On a CPU it becomes native code in the same way; where there is no C compiler, and where rows are so small that PyTorch's
+    operators are quicker, it is captured and checked, and then runs as the plain PyTorch that it is.
     Raises a FusionError at the first call where a function cannot be fused; see `warpnorm.explain` for what one becomes."""
     if isinstance(function, Fused):
         return function

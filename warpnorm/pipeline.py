@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd import forward_ad
 from warpnorm import settings
 from warpnorm.errors import UnavailableError
 from warpnorm.launch.autograd import Normalization
+from warpnorm.norms import BATCH_NORM, Norm
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.plan import COLUMN, Plan
@@ -33,11 +35,15 @@ if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported w
     from warpnorm.launch.forward import ForwardLaunch
 
 Tensors = Sequence[torch.Tensor | float]
-SMALL = 1 << 16  # elements up to which PyTorch's own operators are quicker on a CPU than a call of ours
+# Elements of a row, of a sample, and of a batch that is one row, up to which PyTorch's own operators are quicker on a CPU
+# than a call of ours. Not of all rows: a row's bits do not depend on its neighbours
+SMALL_ROW = 1024
+SMALL_SAMPLE = 1 << 14
+SMALL_BATCH = 1 << 16
 
 
-def route(input: torch.Tensor, *parameters: torch.Tensor | float | None) -> str:
-    """`kernels`, `native` or `reference`: the one place that decides."""
+def route(input: torch.Tensor, *parameters: torch.Tensor | float | None, is_large: bool = True) -> str:
+    """`kernels`, `native` or `reference`: the one place that decides. `is_large`: native code is worth a call."""
     forced = settings.current().route
     if forced == "kernels":
         if not has_triton():
@@ -57,11 +63,20 @@ def route(input: torch.Tensor, *parameters: torch.Tensor | float | None) -> str:
     if forced != "auto":
         return forced
     if input.is_cpu and not input.is_cuda:
-        is_worth_it = input.numel() > SMALL and not settings.is_interpreting()
-        return "native" if is_worth_it and has_compiler() and not is_seen_through((input, *parameters)) else "reference"
+        if not is_large or input.numel() == 0 or settings.is_interpreting():
+            return "reference"
+        return "native" if not is_seen_through((input, *parameters)) and has_compiler() else "reference"
     if not input.is_cuda or input.numel() == 0 or not has_triton() or settings.is_interpreting():
         return "reference"
     return "reference" if is_seen_through((input, *parameters)) else "kernels"
+
+
+def is_large(norm: Norm, shape: Sequence[int], cols: int) -> bool:
+    """Whether native code is worth a call, by what decides about a row: its columns, the samples of a batch, a sample."""
+    if not norm.is_by_channel:
+        return cols > SMALL_ROW
+    numel = prod(shape)
+    return numel > SMALL_BATCH if norm == BATCH_NORM else numel > SMALL_SAMPLE * max(shape[0], 1)
 
 
 def has_compiler() -> bool:
@@ -89,9 +104,16 @@ def takes(call: Call, operands: Tensors) -> bool:
 
 @lru_cache(maxsize=4096)
 def _takes(call: Call, views: tuple[View, ...]) -> bool:
+    from warpnorm.cpu.build import CompilerError
     from warpnorm.cpu.writer import can_write
 
-    return can_write(forward_problem(call, views)[0])
+    if not can_write(forward_problem(call, views)[0]):
+        return False
+    try:
+        prepare_forward(call, views, torch.device("cpu"), None)
+    except (CompilerError, OSError):
+        return False
+    return True
 
 
 def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
@@ -212,11 +234,11 @@ def prepare_forward(
     from warpnorm.launch.forward import ForwardLaunch
 
     problem, space = forward_problem(call, views)
+    problem = replace(problem, running=running)
     if is_native(device):
         from warpnorm.cpu import run
 
         return run.prepare_forward(problem, space, call.eps)
-    problem = replace(problem, running=running)
     target = devices.of(device)
     plan = plan or choose.forward(problem, target)
     kernel = bind.forward(problem, plan, target, device.index)

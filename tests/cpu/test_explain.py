@@ -76,7 +76,7 @@ def test_text_holds_every_part() -> None:
     text = str(found)
     lines = [line.strip() for line in text.splitlines()]
     assert lines[0] == f"block: {found.norm}"
-    assert "runs       as plain PyTorch, because its tensors are on cpu" in lines
+    assert "runs       as plain PyTorch, because its rows are so small that this is quicker" in lines
     assert "target     sm_90" in lines
     assert all(operand in lines for operand in found.operands)
     for direction in (found.forward, found.backward):
@@ -231,7 +231,7 @@ def test_route_says_why() -> None:
     def route(*given: Any) -> str:
         return warpnorm.explain(block, *given).route
 
-    assert route(*operands(4, 8)) == "as plain PyTorch, because its tensors are on cpu"
+    assert route(*operands(4, 8)) == "as plain PyTorch, because its rows are so small that this is quicker"
     assert route(*operands(0, 8)) == "as plain PyTorch, because its tensors have no elements"
     with settings.override(route="reference"):
         assert route(*operands(4, 8)) == "as plain PyTorch, because the setting WARPNORM_ROUTE is reference"

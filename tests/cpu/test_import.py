@@ -145,7 +145,7 @@ def test_unknown_route_fails_at_the_first_call_and_names_what_is_allowed(tmp_pat
             try:
                 call()
             except ValueError as error:
-                assert str(error) == "WARPNORM_ROUTE is 'gpu', but must be one of auto, kernels, reference", error
+                assert str(error) == "WARPNORM_ROUTE is 'gpu', but must be one of auto, kernels, native, reference", error
             else:
                 raise SystemExit("took an unknown route")
         print("done")

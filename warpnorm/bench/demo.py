@@ -58,4 +58,6 @@ def _path(device: str) -> str:
         return "Run by warpnorm's Triton kernels: rows by one forward, one and a small sum backward; channels by a few each."
     if device == "cuda":
         return "Run by PyTorch's own operators: Triton is not installed."
-    return "Run by PyTorch's own operators: there is no GPU here, so expect the speed of eager PyTorch."
+    if pipeline.has_compiler():
+        return "Run by native code, built by the system's C compiler: there is no GPU here."
+    return f"Run by PyTorch's own operators, at their speed: there is no GPU here, and {pipeline.why_no_compiler()}."

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from warpnorm.cpu.writer import Writer, renamed
 from warpnorm.problem import ALONG, BY_ROW, COLUMN, TILES, BackwardProblem, ForwardProblem, Operand, Stride
 
-BLOCK_COLS = 32
+BLOCK_COLS = 16
 
 
 def forward(problem: ForwardProblem) -> str:
@@ -167,24 +167,20 @@ class _Across(Writer):
         problem = self.problem
         assert isinstance(problem, BackwardProblem)
         self.open("first", (), ("all_products", "all_plain", "mean", "rstd"))
-        self.block_arrays("products", "plain")
         graph = renamed(problem.epilogue_vjp, "first_")
         lines, names = self.c_lines(False)
         lines += [self.xhat(), "(void)xhat;", *self.code(graph)]
         lines += [f"const {self.type} grad_xhat = {self.value(graph.outputs[0])};"]
-        lines += ["products[j] += grad_xhat * xhat;", "plain[j] += grad_xhat;"]
+        lines += ["all_products[j] += (double)(grad_xhat * xhat);", "all_plain[j] += (double)grad_xhat;"]
         names = (*names, *graph.used_inputs)
         self.open_band(names)
-        self.add(f"for (int64_t start = from; start < until; start += {BLOCK_COLS}) {{")
-        self.add(f"const int64_t stop = start + {BLOCK_COLS} < until ? start + {BLOCK_COLS} : until;")
-        self.walk(names, lines, limits=("start", "stop"))
-        self.flush(("products", "plain"))
-        self.add("}", "}", "free(products);", "free(plain);", "}")
+        self.open_sums(("products", "plain"))
+        self.walk(names, lines)
+        self.add("}", "}")
 
-    def flush(self, names: Sequence[str]) -> None:
+    def open_sums(self, names: Sequence[str]) -> None:
         for name in names:
-            self.add("{", f"double *all = all_{name}_p + part * rows + first_line;", "#pragma omp simd")
-            self.add(f"for (int64_t j = 0; j < width; j++) {{ all[j] += (double){name}[j]; {name}[j] = 0; }}", "}")
+            self.add(f"double *all_{name} = all_{name}_p + part * rows + first_line;")
 
     def results_of_backward(self) -> None:
         problem = self.problem
@@ -193,7 +189,6 @@ class _Across(Writer):
         along = [f"along{k}" for k in problem.reduced]
         arrays = ("products", "plain") * problem.has_tasks + ("mean", "rstd") * problem.norm.is_computed
         self.open("last", written, (*(f"all_{name}" for name in along), *arrays))
-        self.block_arrays(*along)
         first, second = renamed(problem.epilogue_vjp, "first_"), renamed(problem.prologue_vjp, "second_")
         lines, names = self.c_lines(False)
         lines += [self.xhat(), "(void)xhat;", *self.code(first)]
@@ -207,11 +202,9 @@ class _Across(Writer):
         results = self.results(second)
         for name, operand in written:
             lines.append(self.store(name, operand, results[int(name.removeprefix("gradient"))]))
-        lines += [f"along{k}[j] += {results[k]};" for k in problem.reduced]
+        lines += [f"all_along{k}[j] += (double){results[k]};" for k in problem.reduced]
         names = (*names, *first.used_inputs, *second.used_inputs)
         self.open_band(names, written)
-        self.add(f"for (int64_t start = from; start < until; start += {BLOCK_COLS}) {{")
-        self.add(f"const int64_t stop = start + {BLOCK_COLS} < until ? start + {BLOCK_COLS} : until;")
-        self.walk(names, lines, written, ("start", "stop"))
-        self.flush(along)
-        self.add("}", "}", *(f"free({name});" for name in along), "}")
+        self.open_sums(along)
+        self.walk(names, lines, written)
+        self.add("}", "}")

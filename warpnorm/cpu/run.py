@@ -65,10 +65,11 @@ class NativeForward:
         statistics = tuple(torch.empty(units, dtype=problem.compute) for _ in problem.norm.statistics)
         for output in outputs:
             _ask_for_huge_pages(output)
-        pointers = [*map(_pointer, operands), *map(_pointer, outputs), *map(_pointer, statistics)]
-        _run(self.function, pointers, _numbers(space, operands), _reals(self.eps, operands), _parts(space, units))
-        if running is not None:
-            _average(running, statistics)
+        averaged = () if running is None else (running.mean, running.variance)
+        factors = (0.0, 0.0, 0.0) if running is None else running.factors
+        pointers = [*map(_pointer, operands), *map(_pointer, (*outputs, *statistics, *averaged))]
+        reals = _reals(self.eps, operands, factors)
+        _run(self.function, pointers, _numbers(space, operands), reals, _parts(space, units))
         return statistics
 
 
@@ -133,9 +134,9 @@ class AcrossForward:
             found = [t.to(problem.compute) for t in (merged, rstd, variance)]
             statistics = tuple(found[: len(problem.norm.statistics)])
             of_lines = [_of_lines(space, t) for t in found[:2]]
+            if running is not None:
+                _average(running, merged, variance)
         _run(self.last, [*read, *map(_pointer, outputs), *map(_pointer, of_lines)], numbers, reals, parts)
-        if running is not None:
-            _average(running, statistics)
         return statistics
 
 
@@ -264,8 +265,10 @@ def _numbers(space: Space, operands: Sequence[torch.Tensor | float]) -> list[int
     return [*head, *space.sizes, *space.strides, *whole]
 
 
-def _reals(eps: float, operands: Sequence[torch.Tensor | float]) -> list[float]:
-    return [eps, 0.0, 0.0, 0.0, *(o for o in operands if isinstance(o, float))]
+def _reals(
+    eps: float, operands: Sequence[torch.Tensor | float], factors: Sequence[float] = (0.0, 0.0, 0.0)
+) -> list[float]:
+    return [eps, *factors, *(o for o in operands if isinstance(o, float))]
 
 
 def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
@@ -274,11 +277,11 @@ def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
         build.pool().ask_for_huge_pages(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(size))
 
 
-def _average(running: Running, statistics: Sequence[torch.Tensor]) -> None:
+def _average(running: Running, mean: torch.Tensor, variance: torch.Tensor) -> None:
     kept, of_mean, of_variance = running.factors
-    for old, new, gained in ((running.mean, statistics[0], of_mean), (running.variance, statistics[2], of_variance)):
+    for old, new, gained in ((running.mean, mean, of_mean), (running.variance, variance, of_variance)):
         with torch.no_grad():
-            old.copy_(old.double() * kept + new.double() * gained)
+            old.copy_(old.double() * kept + new * gained)
 
 
 def _partial(gradient: Operand, space: Space, parts: int) -> torch.Tensor:

@@ -4,8 +4,8 @@ L2 when the next one reads it again. Sums are in double precision, but for short
 import re
 from collections.abc import Sequence
 
-from warpnorm.cpu.writer import LANES, Writer, renamed
-from warpnorm.problem import ALONG, BY_ROW, COLUMN, GROUP, SCALAR, TILES, BackwardProblem, ForwardProblem, Operand
+from warpnorm.cpu.writer import LANES, TYPES, Writer, renamed
+from warpnorm.problem import ALONG, BY_ROW, COLUMN, FULL, GROUP, SCALAR, TILES, BackwardProblem, ForwardProblem, Operand
 
 FLUSHED = 64  # rows whose sum is taken in the dtype of computation
 
@@ -66,7 +66,7 @@ class _Rows(Writer):
         if not sums:
             self.add("#pragma omp simd", f"for (int64_t j = 0; j < {last}; j++) {{", *inside, "}", "}")
             return
-        is_cheap = not any(f"_{self.suffix}(" in line for line in inside)
+        is_cheap = not any(f"_{self.suffix}(" in line or "(double)" in line for line in inside)
         self.add(f"for (int64_t start = 0; start < {last}; start += {self.block}) {{")
         self.add(f"const int64_t stop = start + {self.block} < {last} ? start + {self.block} : {last};")
         self.add(f"double {', '.join(f'{name} = 0' for name in sums)};")
@@ -107,6 +107,8 @@ class _Forward(_Rows):
         first += len(outputs)
         for k, name in enumerate(norm.statistics):
             self.add(f"{self.type} *{name}_p = ({self.type} *)p[{first + k}];")
+        for k, dtype in enumerate(problem.running):
+            self.add(f"{TYPES[dtype]} *running{k}_p = ({TYPES[dtype]} *)p[{first + len(norm.statistics) + k}];")
         self.add(f"const {self.type} eps = ({self.type})r[0];", "(void)eps;")
         self.add("const int64_t units = rows / pieces;")
         if norm.is_computed:
@@ -134,37 +136,46 @@ class _Forward(_Rows):
         norm = self.problem.norm
         lines, names = self.c_lines(True)
         if not norm.is_centered:
-            self.add("double total_squares = 0;")
+            self.add(f"{self.wide} total_squares = 0;")
             self.begin_line(names)
             self.walk(names, [*lines, "squares += c * c;"], ["squares"])
             self.add("}")
-            self.add("const double rstd_d = 1.0 / sqrt(total_squares / (double)cols + (double)eps);")
+            self.add("const double rstd_d = 1.0 / sqrt((double)(total_squares / (double)cols) + (double)eps);")
             self.add(f"const {self.type} rstd = ({self.type})rstd_d;")
             self.add(f"const {self.type} rstd_rest = ({self.type})(rstd_d - (double)rstd);", "(void)rstd_rest;")
             self.add("rstd_p[row] = rstd;")
             return
-        self.add("double total_values = 0, total_squares = 0, total_off = 0;")
+        self.add(f"{self.wide} total_values = 0, total_squares = 0, total_off = 0;", "(void)total_off;")
         self.begin_line(names)
-        self.walk(names, [*lines, "values += c;"], ["values"])
+        self.walk(names, [*lines, "values += (double)c;"], ["values"])
         self.add("}")
-        self.add("const double count = (double)cols * (double)pieces;")
-        self.add(f"const {self.type} about = ({self.type})(total_values / count);")
+        self.add("const double count = (double)cols * (double)pieces, about_d = (double)(total_values / count);")
+        self.add(f"const {self.type} about = ({self.type})about_d;")
         lines, names = self.c_again()
-        lines += [f"const {self.type} deviation = c - about;", "squares += deviation * deviation;", "off += deviation;"]
+        lines.append(f"const {self.type} deviation = c - about;")
+        # averaged into running ones, a variance is as PyTorch has it
+        lines.append(f"squares += {'(double)deviation' if norm.keeps_variance else 'deviation'} * deviation;")
+        lines += ["off += deviation;"] * self.is_double
         self.begin_line(names)
-        self.walk(names, lines, ["squares", "off"])
+        self.walk(names, lines, ["squares", "off"] if self.is_double else ["squares"])
         self.add("}")
-        # the mean is rounded, and the mean of the deviations is what it is off by
-        self.add("const double shift = total_off / count;")
-        self.add("double variance_d = total_squares / count - shift * shift;")
+        # the deviations are from a rounded mean
+        self.add(f"const double shift = {'total_off / count' if self.is_double else 'about_d - (double)about'};")
+        self.add("const double mean_d = (double)about + shift;")
+        self.add("double variance_d = (double)(total_squares / count) - shift * shift;")
         self.add("variance_d = variance_d < 0 ? 0 : variance_d;")
-        self.add("const double mean_d = (double)about + shift, rstd_d = 1.0 / sqrt(variance_d + (double)eps);")
+        self.add("const double rstd_d = 1.0 / sqrt(variance_d + (double)eps);")
         self.add(f"const {self.type} mean = ({self.type})mean_d, rstd = ({self.type})rstd_d;")
         self.add(f"const {self.type} mean_rest = ({self.type})(mean_d - (double)mean);", "(void)mean_rest;")
         self.add(f"const {self.type} rstd_rest = ({self.type})(rstd_d - (double)rstd);", "(void)rstd_rest;")
         self.add("mean_p[row] = mean;", "rstd_p[row] = rstd;")
         if norm.keeps_variance:
             self.add(f"variance_p[row] = ({self.type})variance_d;")
+        for k, (name, dtype) in enumerate(zip(("mean_d", "variance_d"), self.problem.running, strict=False)):
+            operand = Operand(dtype, FULL, (), (), True)
+            self.add(self.load(f"running{k}", operand, "row").replace(f"const {self.type} ", "const double "))
+            value = f"(running{k} * r[1] + {name} * r[{2 + k}])"
+            self.add(self.store(f"running{k}", operand, value, "row"))
 
 
 class _Backward(_Rows):
@@ -227,7 +238,7 @@ class _Backward(_Rows):
         lines, names = self.c_lines(True)
         if problem.has_tasks:
             terms = ["products", "plain"] if norm.is_centered else ["products"]
-            self.add(f"double {', '.join(f'total_{term} = 0' for term in terms)};")
+            self.add(f"{self.wide} {', '.join(f'total_{term} = 0' for term in terms)};")
             body = [*lines, self.xhat(), "(void)xhat;", *self.code(first)]
             body += [f"const {self.type} grad_xhat = {self.value(first.outputs[0])};", "products += grad_xhat * xhat;"]
             body += ["plain += grad_xhat;"] * norm.is_centered

@@ -86,6 +86,7 @@ class Writer:
         self.problem = problem
         self.is_double = problem.compute == torch.float64
         self.type, self.suffix = ("double", "d") if self.is_double else ("float", "f")
+        self.wide = "long double" if self.is_double else "double"
         self.block = BLOCK // 8 if self.is_double else BLOCK
         self.loaded = loaded(problem)
         self.prologue = renamed(problem.prologue, "c_")
@@ -207,14 +208,14 @@ class Writer:
             value = f"load_{HALVES[operand.dtype]}({value})"
         return f"const {self.type_of(operand.dtype)} {name} = ({self.type_of(operand.dtype)}){value};"
 
-    def store(self, name: str, operand: Operand, value: str) -> str:
+    def store(self, name: str, operand: Operand, value: str, place: str = "") -> str:
         if operand.dtype in HALVES:
             value = f"store_{HALVES[operand.dtype]}((float){value})"
         elif operand.dtype == torch.bool:
             value = f"{value} != 0"
         elif not operand.dtype.is_floating_point:
             value = f"({TYPES[operand.dtype]})(int64_t){value}"
-        return f"{name}_p[{self.at(name, operand)}] = ({TYPES[operand.dtype]})({value});"
+        return f"{name}_p[{place or self.at(name, operand)}] = ({TYPES[operand.dtype]})({value});"
 
     # Structure
 

@@ -1,0 +1,156 @@
+"""What native code promises beside the contracts: what is compiled, and when, threads, processes, and no compiler."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import warpnorm
+from warpnorm import settings
+from warpnorm.cpu import build
+
+
+def fused(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(F.silu(x) * r, x.shape[-1:], w, 1e-6)
+
+
+def operands(rows: int, cols: int = 1500, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, r = (torch.randn(rows, cols, generator=generator) for _ in range(2))
+    return [x, r, torch.randn(cols, generator=generator)]
+
+
+def test_other_row_counts_compile_nothing() -> None:
+    function = warpnorm.fuse(fused)
+    for rows in (7, 8):
+        function(*operands(rows))
+    before = len(build._libraries)
+    for rows in (1, 2, 33, 100):
+        function(*operands(rows))
+    assert len(build._libraries) == before
+    function(*(t.double() for t in operands(7)))
+    assert len(build._libraries) == before + 1, "the count must see a library where there is a new one"
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_bits_repeat_for_a_number_of_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        leaves = [t.requires_grad_() for t in operands(200, 2000)]
+        found = []
+        for _ in range(3):
+            output = warpnorm.fuse(fused)(*leaves)
+            found.append([output.detach(), *torch.autograd.grad(output.sum(), leaves)])
+        assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
+        torch.testing.assert_close(found[0][0], fused(*operands(200, 2000)))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_several_python_threads_at_a_time() -> None:
+    expected = {k: fused(*operands(100 + k, 2000, k)) for k in range(6)}
+    found: dict[int, torch.Tensor] = {}
+
+    def work(k: int) -> None:
+        for _ in range(5):
+            found[k] = warpnorm.fuse(fused)(*operands(100 + k, 2000, k))
+
+    workers = [threading.Thread(target=work, args=(k,)) for k in expected]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for k, result in expected.items():
+        torch.testing.assert_close(found[k], result)
+
+
+def in_child(queue: multiprocessing.Queue, x: torch.Tensor) -> None:  # type: ignore[type-arg]
+    torch.use_deterministic_algorithms(False)  # PyTorch's own threads, which would fill memory, are gone too
+    queue.put(warpnorm.layer_norm(x, 2000).numpy())
+
+
+def test_after_a_fork() -> None:
+    """The child has none of the parent's threads."""
+    x = operands(500, 2000)[0]
+    expected = warpnorm.layer_norm(x, 2000)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=in_child, args=(queue, x), daemon=True)
+    child.start()
+    try:
+        found = torch.from_numpy(queue.get(timeout=30))
+    finally:
+        child.kill()
+    torch.testing.assert_close(found, expected)
+
+
+def run_alone(code: str, tmp_path: Path, **variables: str) -> str:
+    environment = {**os.environ, "WARPNORM_CACHE_DIR": str(tmp_path / "cache"), **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+CALL = """
+import torch, warpnorm, torch.nn.functional as F
+x = torch.randn(64, 4096, requires_grad=True)
+torch.testing.assert_close(warpnorm.layer_norm(x, 4096), F.layer_norm(x, (4096,)))
+function = warpnorm.fuse(lambda x: F.layer_norm(F.silu(x), (4096,)))
+torch.testing.assert_close(function(x), F.layer_norm(F.silu(x), (4096,)))
+function(x).sum().backward()
+print(warpnorm.explain(function, x).route)
+"""
+
+
+@pytest.mark.parametrize(
+    ("compiler", "says"),
+    [("", "no C compiler was found"), ("false", "does not build it"), ("no-such-compiler", "no C compiler")],
+)
+def test_without_a_compiler(compiler: str, says: str, tmp_path: Path) -> None:
+    said = run_alone(CALL, tmp_path, WARPNORM_CC=compiler)
+    assert said.startswith("as plain PyTorch, because") and says in said  # noqa: PT018
+
+
+def test_with_one(tmp_path: Path) -> None:
+    assert "native code" in run_alone(CALL, tmp_path)
+    folder = tmp_path / "cache"
+    libraries = sorted(folder.glob("native_*.so"))
+    assert len(libraries) == 4, "the pool, layer_norm, and the function in both directions"
+    assert not [path for path in folder.iterdir() if path.suffix == ".c" or path.is_dir()], "nothing is left behind"
+    assert folder.stat().st_mode & 0o077 == 0, "for the user alone"
+
+
+def test_a_damaged_library_is_built_anew(tmp_path: Path) -> None:
+    run_alone(CALL, tmp_path)
+    for path in (tmp_path / "cache").glob("native_*.so"):
+        path.write_bytes(b"not a library")
+    assert "native code" in run_alone(CALL, tmp_path)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    assert "native code" in run_alone(CALL, tmp_path)
+
+
+def test_outside_nothing_is_written(tmp_path: Path) -> None:
+    buffer = torch.full((12, 2100), 7.0)
+    out = buffer[1:11, 30:1530]
+    x, _, w = operands(10)
+    with torch.no_grad():
+        warpnorm.layer_norm(x, 1500, w, out=out)
+    torch.testing.assert_close(out, F.layer_norm(x, (1500,), w))
+    out.fill_(7.0)
+    assert (buffer == 7.0).all()
+
+
+def test_the_route_can_be_forced() -> None:
+    x = torch.randn(3, 8)
+    with settings.override(route="native"):
+        torch.testing.assert_close(warpnorm.layer_norm(x, 8), F.layer_norm(x, (8,)))

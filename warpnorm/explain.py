@@ -13,7 +13,7 @@ import torch
 from warpnorm import pipeline, settings
 from warpnorm.codegen import pointwise
 from warpnorm.errors import InputError
-from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, leader
+from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, is_large_call, leader
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
@@ -172,8 +172,7 @@ def _norm(call: Call, dims: int) -> str:
 
 
 def _route(tensors: Sequence[torch.Tensor], device: torch.device, call: Call) -> str:
-    widest = max(tensors, key=torch.Tensor.numel).shape
-    is_large = pipeline.is_large(call.norm, widest, prod(widest[max(len(widest) - call.col_dims, 0) :]))
+    is_large = is_large_call(call, tensors)
     route = pipeline.route(leader(tensors), *tensors, is_large=is_large)
     if route == "kernels":
         return "as one kernel forward"

@@ -107,9 +107,7 @@ class Fused:
         if pipeline.is_seen_through(request.tensors):
             return self.__wrapped__(*given, **kwargs)
         prepared = self.prepare(request)
-        widest = max(request.tensors, key=torch.Tensor.numel).shape
-        cols = prod(widest[max(len(widest) - prepared.captured.call.col_dims, 0) :])
-        is_large = pipeline.is_large(prepared.captured.call.norm, widest, cols)
+        is_large = is_large_call(prepared.captured.call, request.tensors)
         route = pipeline.route(leader(request.tensors), *request.tensors, is_large=is_large)
         if route == "reference":
             return self.__wrapped__(*given, **kwargs)
@@ -312,6 +310,12 @@ def _autocast(tensors: Sequence[torch.Tensor]) -> Any:
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def is_large_call(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether native code is worth a call, by the largest of its tensors."""
+    shape = max(tensors, key=torch.Tensor.numel).shape
+    return pipeline.is_large(call.norm, shape, prod(shape[max(len(shape) - call.col_dims, 0) :]))
 
 
 def leader(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

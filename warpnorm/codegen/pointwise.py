@@ -134,7 +134,7 @@ def _through_epilogue(problem: BackwardProblem) -> dict[int, str]:
     return {index: f"from_epilogue[{first + k}]" for k, index in enumerate(problem.wanted_of_epilogue)}
 
 
-def _graphs(problem: Problem) -> tuple[Graph, ...]:
+def graphs_of(problem: Problem) -> tuple[Graph, ...]:
     if isinstance(problem, ForwardProblem):
         return problem.prologue, problem.epilogue
     assert isinstance(problem, BackwardProblem)
@@ -146,7 +146,7 @@ def loaded(problem: Problem) -> list[tuple[int, str, Operand]]:
     named = [(operand_name(i), operand) for i, operand in enumerate(problem.operands)]
     if isinstance(problem, BackwardProblem):
         named += [(grad_output_name(k), grad) for k, grad in enumerate(problem.grad_outputs)]
-    used = {name for graph in _graphs(problem) for name in graph.used_inputs}
+    used = {name for graph in graphs_of(problem) for name in graph.used_inputs}
     return [(i, name, operand) for i, (name, operand) in enumerate(named) if name in used]
 
 

@@ -78,24 +78,17 @@ def load(source: str) -> ctypes.CDLL:
 def _load(source: str) -> ctypes.CDLL:
     text = source.replace('#include "pointwise.h"', (HERE / "pointwise.h").read_text())
     key = hashlib.sha256("\0".join([text, *_command(), _version(), _processor()]).encode()).hexdigest()[:32]
-    folders = [settings.current().cache_dir]
-    for folder in folders:
-        path = folder / f"native_{key}.so"
-        if path.exists():
-            try:
-                return ctypes.CDLL(str(path))
-            except OSError:  # damaged
-                pass
-        try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            return ctypes.CDLL(str(_build(text, folder, path)))
-        except PermissionError:
-            pass
-        except OSError as error:
-            if isinstance(error, subprocess.SubprocessError):
-                raise
-    scratch = Path(tempfile.mkdtemp(prefix="warpnorm-"))  # a read-only or full home
-    return ctypes.CDLL(str(_build(text, scratch, scratch / f"native_{key}.so")))
+    folder, name = settings.current().cache_dir, f"native_{key}.so"
+    try:
+        return ctypes.CDLL(str(folder / name))
+    except OSError:  # not there, or damaged
+        pass
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        return ctypes.CDLL(str(_build(text, folder, folder / name)))
+    except OSError:  # a read-only or full home
+        scratch = Path(tempfile.mkdtemp(prefix="warpnorm-"))
+        return ctypes.CDLL(str(_build(text, scratch, scratch / name)))
 
 
 def _build(text: str, folder: Path, path: Path) -> Path:

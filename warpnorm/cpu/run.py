@@ -19,8 +19,6 @@ from warpnorm.space import Space
 PART = 1 << 15
 HUGE = 4 << 20
 
-TASK = ctypes.c_void_p
-
 
 @lru_cache(maxsize=1024)
 def _function(text: str, name: str) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from warpnorm.codegen import expressions
-from warpnorm.codegen.pointwise import loaded
+from warpnorm.codegen.pointwise import graphs_of, loaded
 from warpnorm.problem import (
     FULL,
     NUMBER,
@@ -38,7 +38,6 @@ TYPES = {
 }
 HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 BLOCK = 1024  # columns whose sum is taken in the dtype of computation
-FLUSHED = 64  # rows whose sum is
 LANES = 4
 
 
@@ -56,13 +55,6 @@ def can_write(problem: Problem) -> bool:
 def is_across(problem: Problem) -> bool:
     lead = next((o for o in problem.operands if o.axes == FULL), None)
     return lead is not None and lead.col_strides[-1].literal != 1 and problem.cols_class > 1
-
-
-def graphs_of(problem: Problem) -> tuple[Graph, ...]:
-    if isinstance(problem, ForwardProblem):
-        return problem.prologue, problem.epilogue
-    assert isinstance(problem, BackwardProblem)
-    return problem.prologue, problem.epilogue_vjp, problem.prologue_vjp
 
 
 def renamed(graph: Graph, prefix: str) -> Graph:
@@ -252,15 +244,14 @@ class Writer:
             "(void)pieces; (void)inner_rows; (void)groups;",
         )
         self.declare([(name, operand, i) for i, name, operand in self.loaded], True)
-        ints = floats = 0
-        for _, name, operand in self.loaded:
-            if operand.axes == NUMBER:
-                if operand.dtype.is_floating_point:
-                    self.add(f"const {self.type} {name} = ({self.type})r[{4 + floats}];")
-                    floats += 1
-                else:
-                    self.add(f"const int64_t {name} = {self.stride(self.strides + ints)};")
-                    ints += 1
+        numbers = [k for k, operand in enumerate(self.problem.operands) if operand.axes == NUMBER]
+        reals = [k for k in numbers if self.problem.operands[k].dtype.is_floating_point]
+        whole = [k for k in numbers if k not in reals]
+        for k, name, operand in self.loaded:
+            if k in reals and operand.axes == NUMBER:
+                self.add(f"const {self.type} {name} = ({self.type})r[{4 + reals.index(k)}];")
+            elif operand.axes == NUMBER:
+                self.add(f"const int64_t {name} = {self.stride(self.strides + whole.index(k))};")
             elif operand.axes == SCALAR:
                 self.add(self.load(name, operand, "0"))
 
@@ -334,6 +325,3 @@ class Writer:
             parts = [by[index] for by in (through_prologue, through_epilogue) if index in by]
             found.append("(" + " + ".join(parts) + ")")
         return found
-
-    def text(self) -> str:
-        raise NotImplementedError

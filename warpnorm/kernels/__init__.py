@@ -9,6 +9,7 @@ long_row    it does not: walk it by blocks, twice
 team        programs that share a row and run at the same time exchange their sums
 column      rows in pieces or side by side: the norms by channel, by tiles of lines
 tasks       which of the tasks of `column` a program has, and where its tile lies
+merge       the statistics of rows from those of their pieces
 words       how its programs tell each other numbers
 column_sum  the partial sums of persistent programs, added in a fixed order
 
@@ -31,5 +32,8 @@ ACCUMULATE     adds to the accumulators what is summed over rows
 STORE_PARTIALS writes the accumulators of one program
 ADD_FIRST      adds what is summed along lines in the first task of `column`
 SETTLE         those sums, lines                                  -> the terms of the statistic's gradient, and gradients
-STORE_FIRST, ACCUMULATE_LAST, STORE_LAST  the same of gradients that are summed along lines, in the first task or in the last
+               that can be merged with them, and others
+STORE_MERGED   writes merged gradients
+STORE_FIRST, STORE_UNMERGED, ACCUMULATE_LAST, STORE_LAST  the same of gradients that leave sums along lines behind, in the
+               first task or in the last
 """

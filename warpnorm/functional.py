@@ -336,7 +336,7 @@ def _takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: No
         return route == "reference"
     try:
         cols = normalized_shape if isinstance(normalized_shape, int) else prod(normalized_shape or ())
-        return not (pipeline.is_large(norm, input.shape, cols) and pipeline.has_compiler())
+        return not (pipeline.is_large_input(norm, input, cols) and pipeline.has_compiler())
     except (TypeError, ValueError, IndexError):
         return False
 
@@ -368,7 +368,7 @@ def _may_write(
 
 
 def _takes_kernels(norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    is_large = input.numel() > 0 and pipeline.is_large(norm, input.shape, 0)
+    is_large = input.numel() > 0 and pipeline.is_large_input(norm, input)
     return pipeline.route(input, *tensors, is_large=is_large) != "reference" and input.numel() > 0
 
 

@@ -79,6 +79,12 @@ def is_large(norm: Norm, shape: Sequence[int], cols: int) -> bool:
     return numel > SMALL_BATCH if norm == BATCH_NORM else numel > SMALL_SAMPLE * max(shape[0], 1)
 
 
+def is_large_input(norm: Norm, input: torch.Tensor, cols: int = 0) -> bool:
+    """The same of a norm alone: where memory runs across channels it is not quicker than PyTorch's operators."""
+    runs_along = not norm.is_by_channel or (input.ndim > 2 and input.is_contiguous())
+    return runs_along and is_large(norm, input.shape, cols)
+
+
 def has_compiler() -> bool:
     from warpnorm.cpu import build
 

@@ -36,8 +36,9 @@ LARGEST_TEAM = 64
 LARGEST_PARTS = 1024
 ROW_BY_CHANNEL = 4096
 # Bytes that are loaded, of pattern `column`, between the first tasks of a row and its merging, and between that and the last
-# tasks. BatchNorm of 64 x 256 x 56 x 56 fp16 forward: 65 with 6 MB, 57 with 3
-AHEAD_BYTES = 6 * 1024 * 1024
+# tasks: what takes as long as the numbers need. BatchNorm of 64 x 256 x 56 x 56 fp16 forward: 67 with 8 MB, 65 with 6 or 14,
+# 57 with 3; GroupNorm of 32 x 320 x 64 x 64: 77 with 8 MB, 67 with 6, 69 with 14; backward 72, 62 and 66
+AHEAD_BYTES = 8 * 1024 * 1024
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
 SHORT_ROW = 64
 # Shared memory left for what a reduction needs.
@@ -224,14 +225,14 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         )
     why = "memory runs along the lines"
     if cols <= 4096 // words:
-        # BatchNorm of 64 x 256 x 56 x 56 fp16, forward and backward, by turns: 65 and 59, with 4 warps 62 and 56, one task
-        # after the other 54 and 54; fp32 72 and 72 by turns, 60 and 60 one after the other
+        # BatchNorm of 64 x 256 x 56 x 56, forward and backward, by turns: fp16 67 and 63, fp32 75 and 77; one task after the
+        # other 54 and 54, 60 and 60. Warps: fp32 71 and 75 with 4, fp16 forward 61; GroupNorm backward bf16 72, 70 with 2
         elements = 4096 if problem.has_vectors else 2048
         block_rows = max(1, elements // words // cols)
-        is_narrow = tensors <= 2 and _itemsize(problem) <= 2 and words == 1 and problem.has_vectors
+        is_light = tensors <= 2 and words == 1 and problem.has_vectors
         tile_bytes = max(_loaded_bytes(loads, block_rows * cols), 1)
         ahead, held = AHEAD_BYTES // tile_bytes, device.cache_bytes // 2 // tile_bytes
-        warps = 2 if is_narrow else 4
+        warps = 2 if is_light and (tensors == 1 or _itemsize(problem) == 4) else 4
         return Plan(COLUMN_PATTERN, block_rows, cols, warps, ahead=ahead, held=held, streams=True, why=why)
     # BatchNorm of 256 x 64 x 112 x 112 fp16, forward and backward: 63 and 61, with one line of 2048 columns 63 and 60
     block_rows, block_cols = 2, 1024 // words

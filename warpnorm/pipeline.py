@@ -29,6 +29,7 @@ from warpnorm.space import Gradients, Space, describe_backward, describe_forward
 from warpnorm.trace import capture, differentiate
 
 if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported where it is used
+    from warpnorm.cpu.fallback import FallbackBackward, FallbackForward
     from warpnorm.cpu.run import AcrossBackward, AcrossForward, NativeBackward, NativeForward
     from warpnorm.launch.backward import BackwardLaunch
     from warpnorm.launch.column import ColumnBackwardLaunch, ColumnForwardLaunch
@@ -110,16 +111,9 @@ def takes(call: Call, operands: Tensors) -> bool:
 
 @lru_cache(maxsize=4096)
 def _takes(call: Call, views: tuple[View, ...]) -> bool:
-    from warpnorm.cpu.build import CompilerError
     from warpnorm.cpu.writer import can_write
 
-    if not can_write(forward_problem(call, views)[0]):
-        return False
-    try:
-        prepare_forward(call, views, torch.device("cpu"), None)
-    except (CompilerError, OSError):
-        return False
-    return True
+    return can_write(forward_problem(call, views)[0])
 
 
 def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
@@ -197,7 +191,8 @@ def backward(
     gradients = tuple(empty(o, dtype=d) for o, d in zip(wanting, dtypes, strict=True))
     if gradients:
         launch(operands, grads, statistics, gradients)
-    return {i: g.to(o.dtype) for i, g, o in zip(launch.problem.wanted, gradients, wanting, strict=True)}
+    pairs = zip(launch.problem.wanted, gradients, wanting, strict=True)
+    return {i: g if g.dtype is o.dtype else g.to(o.dtype) for i, g, o in pairs}
 
 
 def empty_output(
@@ -235,16 +230,19 @@ def prepare_forward(
     device: torch.device,
     plan: Plan | None,
     running: tuple[torch.dtype, ...] = (),
-) -> "ForwardLaunch | ColumnForwardLaunch | NativeForward | AcrossForward":
+) -> "ForwardLaunch | ColumnForwardLaunch | NativeForward | AcrossForward | FallbackForward":
     from warpnorm.codegen import bind
     from warpnorm.launch.forward import ForwardLaunch
 
     problem, space = forward_problem(call, views)
     problem = replace(problem, running=running)
     if is_native(device):
-        from warpnorm.cpu import run
+        from warpnorm.cpu import build, fallback, run
 
-        return run.prepare_forward(problem, space, call.eps)
+        try:
+            return run.prepare_forward(problem, space, call.eps)
+        except (build.CompilerError, OSError) as error:
+            return fallback.FallbackForward(call, str(error))
     target = devices.of(device)
     plan = plan or choose.forward(problem, target)
     kernel = bind.forward(problem, plan, target, device.index)
@@ -265,15 +263,18 @@ def prepare_backward(
     given: tuple[int, ...],
     wanted: tuple[int, ...],
     plan: Plan | None,
-) -> "BackwardLaunch | ColumnBackwardLaunch | NativeBackward | AcrossBackward":
+) -> "BackwardLaunch | ColumnBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
     from warpnorm.codegen import bind
     from warpnorm.launch.backward import BackwardLaunch
 
     problem, space = backward_problem(call, views, given, wanted)
     if is_native(device):
-        from warpnorm.cpu import run
+        from warpnorm.cpu import build, fallback, run
 
-        return run.prepare_backward(problem, space)
+        try:
+            return run.prepare_backward(problem, space)
+        except (build.CompilerError, OSError) as error:
+            return fallback.FallbackBackward(call, problem, str(error))
     target = devices.of(device)
     plan = plan or choose.backward(problem, target)
     kernel = bind.backward(problem, plan, target, device.index)

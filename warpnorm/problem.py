@@ -4,6 +4,7 @@ the value of a stride is in it. `space.py` makes problems of the tensors of a ca
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -293,46 +294,46 @@ class BackwardProblem(Problem):
     row_order: tuple[int, ...]
     by_row: tuple[int, ...] = ()  # which of `gradients` are one number for each row of a norm by channel
 
-    @property
+    @cached_property
     def results(self) -> tuple[Operand, ...]:
         return tuple(self.gradients[i] for i in self.written)
 
-    @property
+    @cached_property
     def has_tasks(self) -> bool:
         return self.needs_grad_xhat and self.norm.is_computed
 
-    @property
+    @cached_property
     def written(self) -> tuple[int, ...]:
         """Which of `gradients` are written where they lie."""
         return tuple(i for i, gradient in enumerate(self.gradients) if gradient.axes == FULL)
 
-    @property
+    @cached_property
     def reduced(self) -> tuple[int, ...]:
         """Which of `gradients` are sums, and leave partial sums behind."""
         return tuple(i for i, gradient in enumerate(self.gradients) if gradient.axes != FULL)
 
-    @property
+    @cached_property
     def settled_first(self) -> tuple[int, ...]:
         """Which of `reduced` the pattern `column` sums in its first task: those that the epilogue alone gives."""
         if not self.has_tasks:
             return ()
         return tuple(i for i in self.reduced if self.wanted[i] not in self.wanted_of_prologue)
 
-    @property
+    @cached_property
     def merged(self) -> tuple[int, ...]:
         """Which of these it can merge beside the sums of rows."""
         return tuple(i for i in self.settled_first if i in self.by_row)
 
-    @property
+    @cached_property
     def left_first(self) -> tuple[int, ...]:
         """Which of these leave partial sums behind in any case."""
         return tuple(i for i in self.settled_first if i not in self.merged)
 
-    @property
+    @cached_property
     def left_last(self) -> tuple[int, ...]:
         return tuple(i for i in self.reduced if i not in self.settled_first)
 
-    @property
+    @cached_property
     def left(self) -> tuple[int, ...]:
         return (*self.left_first, *self.left_last)
 
@@ -341,7 +342,7 @@ class BackwardProblem(Problem):
         """Whether some gradient has a value for each group of rows."""
         return any(gradient.axes in (GROUP, GROUP_SCALAR) for gradient in self.gradients)
 
-    @property
+    @cached_property
     def accumulated(self) -> tuple[int, ...]:
         """Which of `gradients` are sums over rows, accumulated in registers. Those of a norm by channel are sums over the
         columns of lines, and then over some of the lines."""

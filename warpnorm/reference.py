@@ -59,23 +59,38 @@ class FixedAffine:
 
 def composite(call: Call, *operands: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
     """The call as its definition reads, in float32 (float64 where anything is float64), rounded once at the end."""
-    compute = compute_dtype([call.compute, *(t.dtype for t in operands if isinstance(t, torch.Tensor))])
-    wide = [t.to(compute) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in operands]
-    c = call.prologue(*wide)
-    xhat = _normalized(call, c)
+    c, wide = _before(call, operands)
+    xhat = c
+    if call.norm.is_computed:
+        deviation, _mean, variance = _moments(call, c)
+        xhat = (deviation * torch.rsqrt(variance + call.eps)).reshape(c.shape)
     results = call.epilogue(xhat, c, *wide)
     return tuple(result.to(dtype) for result, dtype in zip(results, call.outputs, strict=True))
 
 
-def _normalized(call: Call, c: torch.Tensor) -> torch.Tensor:
-    if not call.norm.is_computed:
-        return c
+def statistics(call: Call, *operands: torch.Tensor | float) -> dict[str, torch.Tensor]:
+    """One number for each row: mean, rstd and variance."""
+    _deviation, mean, variance = _moments(call, _before(call, operands)[0])
+    found = {"mean": mean, "rstd": torch.rsqrt(variance + call.eps), "variance": variance}
+    return {name: value.reshape(-1) for name, value in found.items()}
+
+
+def _before(call: Call, operands: Sequence[torch.Tensor | float]) -> tuple[torch.Tensor, list[torch.Tensor | float]]:
+    """c, and the operands in the dtype of computation."""
+    compute = compute_dtype([call.compute, *(t.dtype for t in operands if isinstance(t, torch.Tensor))])
+    wide = [t.to(compute) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in operands]
+    return call.prologue(*wide), wide
+
+
+def _moments(call: Call, c: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Deviations, mean and variance of the rows; of a norm that is not centred, from zero."""
     rows = c.reshape(c.shape[0], call.groups, -1) if call.norm.rows == GROUPS else c
     dims: tuple[int, ...] = tuple(range(-call.col_dims, 0))
     if call.norm.is_by_channel:
         dims = (2,) if call.norm.rows == GROUPS else (0, *range(2, c.ndim))
-    deviation = rows - rows.mean(dims, keepdim=True) if call.norm.is_centered else rows
-    return (deviation * torch.rsqrt(deviation.square().mean(dims, keepdim=True) + call.eps)).reshape(c.shape)
+    mean = rows.mean(dims, keepdim=True) if call.norm.is_centered else rows.new_zeros(())
+    deviation = rows - mean if call.norm.is_centered else rows
+    return deviation, mean, deviation.square().mean(dims, keepdim=True)
 
 
 def layer_norm(

@@ -2,6 +2,7 @@
 is made of, and the numbers that its kernel is told at run time."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -65,9 +66,12 @@ class Space(NamedTuple):
 
 def shape_of(views: Sequence[View]) -> tuple[int, ...]:
     """Of the iteration space: what the operands broadcast to."""
-    first = views[0].shape
-    is_whole = all(v.shape == first[len(first) - len(v.shape) :] for v in views[1:])
-    return first if is_whole else torch.broadcast_shapes(*(v.shape for v in views))
+    return _broadcast(tuple(view.shape for view in views))
+
+
+@lru_cache(maxsize=4096)
+def _broadcast(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+    return torch.broadcast_shapes(*shapes)
 
 
 def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Graph]) -> tuple[ForwardProblem, Space]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from warpnorm import settings
-from warpnorm.cpu import build
+from warpnorm.cpu import build, fallback
 
 if not build.is_there() or settings.is_interpreting():
     collect_ignore_glob = ["test_*.py"]
@@ -28,6 +28,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def device() -> str:
     return "cpu"
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("the compiler refused")
+
+
+@pytest.fixture(autouse=True)
+def no_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler does not build would be right, by PyTorch's operators, and nobody would see it."""
+    for kind in (fallback.FallbackForward, fallback.FallbackBackward):
+        monkeypatch.setattr(kind, "__call__", refuse)
 
 
 @pytest.fixture(autouse=True)

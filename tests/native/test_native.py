@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from warpnorm import settings
-from warpnorm.cpu import build
+from warpnorm import pipeline, settings
+from warpnorm.cpu import build, run
 
 
 def fused(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -148,6 +149,101 @@ def test_outside_nothing_is_written(tmp_path: Path) -> None:
     torch.testing.assert_close(out, F.layer_norm(x, (1500,), w))
     out.fill_(7.0)
     assert (buffer == 7.0).all()
+
+
+def build_otherwise(monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str]) -> None:
+    """Generated code, but not the pool of threads, is changed before it is built; nothing is taken from before."""
+    load = build.load
+    monkeypatch.setattr(build, "load", lambda text: load(change(text) if "pointwise.h" in text else text))
+    run._function.cache_clear()
+    pipeline.prepare_forward.cache_clear()
+    pipeline.prepare_backward.cache_clear()
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    yield
+    run._function.cache_clear()
+    pipeline.prepare_forward.cache_clear()
+    pipeline.prepare_backward.cache_clear()
+
+
+def both(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [x.detach().requires_grad_(), w.detach().requires_grad_()]
+    channels = w[: x.shape[1]]
+    mean, variance = torch.zeros(x.shape[1]), torch.ones(x.shape[1])
+    image = leaves[0].view(*x.shape, 1).expand(*x.shape, 2)
+    outputs = [
+        warpnorm.layer_norm(leaves[0], x.shape[-1:], leaves[1]),
+        warpnorm.rms_norm(leaves[0], x.shape[-1:], leaves[1], 1e-6),
+        warpnorm.batch_norm(image, mean, variance, channels, training=True),
+        warpnorm.group_norm(image, 5, channels),
+        warpnorm.fuse(fused)(leaves[0], x, leaves[1]),
+    ]
+    gradients = torch.autograd.grad([o.square().sum() for o in outputs], leaves)
+    return [*outputs, *gradients, mean, variance]
+
+
+@pytest.mark.parametrize("said", ["", "#error for once", "/* "], ids=["right", "refused", "unfinished"])
+def test_a_compiler_that_refuses_a_call(said: str, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """The call goes to PyTorch's operators."""
+    monkeypatch.undo()  # here a fallback is what is tested
+    x, _, w = operands(40)
+    with settings.override(route="reference"):
+        expected = both(x, w)
+    build_otherwise(monkeypatch, lambda text: text.replace("#include", f"{said}\n#include", 1))
+    for found, truth in zip(both(x, w), expected, strict=True):
+        torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_no_memory(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    change = '#include "pointwise.h"\nstatic void *none(size_t size) { return 0; }\n'
+    build_otherwise(
+        monkeypatch, lambda text: text.replace('#include "pointwise.h"', change).replace("malloc(", "none(")
+    )
+    with pytest.raises(MemoryError, match="native code has to keep"):
+        warpnorm.fuse(fused)(*operands(40))
+
+
+SANITIZED = """#!/bin/sh
+for word in "$@"; do shift; [ "$word" = -w ] || set -- "$@" "$word"; done
+exec {compiler} "$@" -O1 -fsanitize=address,undefined -fno-sanitize-recover=all -Wall -Wno-unused -Werror
+"""
+
+
+def run_sanitized(tmp_path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """The sample, by a compiler that adds sanitizers and takes no code that it has to warn about."""
+    compiler = build.compiler()
+    assert compiler is not None
+    script = tmp_path / "sanitized-cc"
+    script.write_text(SANITIZED.format(compiler=compiler))
+    script.chmod(0o700)
+    names = [
+        subprocess.check_output([compiler, f"-print-file-name={n}"], text=True).strip()
+        for n in ("libasan.so", "libubsan.so")
+    ]
+    if not all(os.path.isabs(name) for name in names):
+        pytest.skip("the compiler has no sanitizers")
+    variables = {
+        **os.environ, "WARPNORM_CC": str(script), "WARPNORM_CACHE_DIR": str(tmp_path / "cache"),
+        "LD_PRELOAD": " ".join(names),
+        "ASAN_OPTIONS": "detect_leaks=0",
+    }  # fmt: skip
+    sample = Path(__file__).with_name("sample.py")
+    return subprocess.run(
+        [sys.executable, str(sample), *arguments], env=variables, capture_output=True, text=True, check=False
+    )
+
+
+def test_sanitized_builds(tmp_path: Path) -> None:
+    done = run_sanitized(tmp_path, *([] if os.environ.get("WARPNORM_TEST_ALL") == "1" else ["short"]))
+    assert (done.returncode, done.stdout) == (0, "the sample ran\n"), done.stderr[-3000:]
+
+
+def test_sanitizers_see_what_is_wrong(tmp_path: Path) -> None:
+    done = run_sanitized(tmp_path, "broken")
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
 
 
 def test_the_route_can_be_forced() -> None:

@@ -1,33 +1,39 @@
-"""Norms by channel where memory runs across the lines: channels last. A band is the lines that lie side by side; it is
-walked column by column, and the innermost loop is over its lines. Two functions: sums of lines, which `run.py` merges, then
-results. Columns come in blocks that stay in L1, so that a block's deviations are from its own mean; blocks merge in double
-precision."""
+"""Norms by channel where memory runs across the lines: channels last. A band is the lines that lie side by side. Three
+functions. `first`: sums along lines, in blocks of columns, and tiles of lines whose sums stay in registers while a block is
+walked. `merge`: those of all parts, and of all lines of a row. `last`: results, column by column, along its lines."""
 
 from collections.abc import Sequence
 
+from warpnorm.cpu.gradients import OfGradients
 from warpnorm.cpu.writer import Writer, renamed
 from warpnorm.problem import ALONG, BY_ROW, COLUMN, TILES, BackwardProblem, ForwardProblem, Operand, Stride
 
-BLOCK_COLS = 16
+BLOCK_COLS = 64
+TILE = 32
+STAGE = 1024  # lines whose numbers are converted at a time
 
 
 def forward(problem: ForwardProblem) -> str:
-    writer = _Across(problem)
+    writer = _Forward(problem)
     if problem.norm.is_computed:
         writer.statistics()
-    writer.results_of_forward()
+        writer.merge()
+    writer.results()
     return "\n".join(writer.lines) + "\n"
 
 
 def backward(problem: BackwardProblem) -> str:
-    writer = _Across(problem)
+    writer = _Backward(problem)
     if problem.has_tasks:
-        writer.sums()
-    writer.results_of_backward()
+        writer.line_sums()
+        writer.merge()
+    writer.last()
     return "\n".join(writer.lines) + "\n"
 
 
 class _Across(Writer):
+    """What both directions share."""
+
     def inner(self, operand: Operand) -> Stride:
         return operand.row_strides[-1]
 
@@ -36,13 +42,8 @@ class _Across(Writer):
         step = "" if inner.literal == 0 else " + j" if inner.literal == 1 else f" + j * {self.stride(inner.slot)}"
         return f"{name}_at{step}"
 
-    @property
-    def reads_c(self) -> str | None:
-        (result,) = self.problem.prologue.outputs
-        for _, name, operand in self.loaded:
-            if name == result and operand.dtype == self.problem.compute and operand.axes in TILES:
-                return name if self.inner(operand).literal == 1 else None
-        return None
+    def is_dense(self, operand: Operand) -> bool:
+        return operand.axes in TILES and self.inner(operand).literal == 1
 
     def outer_offset(self, operand: Operand) -> str:
         """Of a band: along all axes of lines but the last."""
@@ -54,8 +55,9 @@ class _Across(Writer):
         first = len(operand.row_strides) - 1
         return " + ".join(self.terms(self.indices("col", len(strides), first), strides)) or "0"
 
-    def open(self, name: str, written: Sequence[tuple[str, Operand]], arrays: Sequence[str]) -> None:
-        """The columns of all bands, of which this part has some; `arrays` are handed in after the tensors."""
+    def open(self, name: str, written: Sequence[tuple[str, Operand]], arrays: Sequence[str]) -> int:
+        """The columns of all bands, of which a part has some; `arrays` are handed in after the tensors, those named all_
+        in double precision. Returns the number of arguments."""
         self.begin(name)
         first = len(self.problem.operands)
         if isinstance(self.problem, BackwardProblem):
@@ -63,11 +65,12 @@ class _Across(Writer):
         self.declare([(name, operand, first + k) for k, (name, operand) in enumerate(written)], False)
         first += len(written)
         for k, array in enumerate(arrays):
-            kind = "double" if array.startswith("all_") else f"const {self.type}"
+            kind = self.wide if array.startswith("all_") else "double" if array.startswith("partial") else self.type
             self.add(f"{kind} *{array}_p = ({kind} *)p[{first + k}];")
         row_axes = len(next(o for o in self.problem.operands if o.row_strides).row_strides)
         self.add(f"const int64_t width = {self.size(row_axes - 2) if row_axes > 1 else 'rows'}, bands = rows / width;")
-        self.add("const int64_t places = bands * cols, end = places * (part + 1) / parts;")
+        self.add("const int64_t places = bands * cols, end = places * (part + 1) / parts;", "(void)end;")
+        return first + len(arrays)
 
     def open_band(self, names: Sequence[str], written: Sequence[tuple[str, Operand]] = ()) -> None:
         self.add("for (int64_t place = places * part / parts; place < end;) {")
@@ -78,79 +81,144 @@ class _Across(Writer):
         for name, operand in (*tensors, *written):
             self.add(f"const int64_t {name}_band = {self.outer_offset(operand)};")
 
-    def walk(
-        self, names: Sequence[str], body: Sequence[str], written: Sequence[tuple[str, Operand]] = (),
-        limits: tuple[str, str] = ("from", "until"),
-    ) -> None:  # fmt: skip
-        """Over columns, and over the lines of each."""
-        loaded = [(name, o) for _, name, o in self.loaded if name in names and o.axes in (*BY_ROW, COLUMN)]
-        self.add(f"for (int64_t col = {limits[0]}; col < {limits[1]}; col++) {{")
-        for name, operand in (*loaded, *written):
+    def tensors(self, names: Sequence[str]) -> list[tuple[str, Operand]]:
+        return [(name, o) for _, name, o in self.loaded if name in names and o.axes in (*BY_ROW, COLUMN)]
+
+    def column(self, tensors: Sequence[tuple[str, Operand]]) -> None:
+        """Where the tensors of a column begin."""
+        for name, operand in tensors:
             base = f"{name}_band + " if operand.axes in BY_ROW else ""
             offset = "0" if operand.axes in ALONG else self.whole_col_offset(operand)
             self.add(f"const int64_t {name}_at = {base}{offset};")
             if operand.axes == COLUMN:
                 self.add(self.load(name, operand, f"{name}_at"))
-        self.add("#pragma omp simd", "for (int64_t j = 0; j < width; j++) {", "const int64_t drawn = first_line + j;")
-        self.add("(void)drawn;")
-        self.add(*(self.load(name, o, self.at(name, o)) for name, o in loaded if o.axes != COLUMN))
-        self.add(*body, "}", "}")
 
-    def block_arrays(self, *names: str) -> None:
-        for name in names:
-            self.add(f"{self.type} *{name} = ({self.type} *)calloc((size_t)width, sizeof({self.type}));")
+    def inside(self, tensors: Sequence[tuple[str, Operand]]) -> list[str]:
+        loads = [self.load(name, o, self.at(name, o)) for name, o in tensors if o.axes != COLUMN]
+        return ["const int64_t drawn = first_line + j;", "(void)drawn;", *loads]
 
-    def statistics(self) -> None:
-        """(mean, M2) of the columns of each line that this part has."""
-        kind = self.type
-        self.open("first", (), ("all_mean", "all_squares"))
-        self.block_arrays("sum", "about", "squares", "off")
-        if self.reads_c is None:
-            self.add(f"{kind} *kept_c = ({kind} *)malloc(sizeof({kind}) * (size_t)(width * {BLOCK_COLS}));")
-        lines, names = self.c_lines(True)
-        again, names_again = self.c_again()
-        self.open_band((*names, *names_again))
-        self.add(
-            "double *mean = all_mean_p + part * rows + first_line, *m2 = all_squares_p + part * rows + first_line;"
-        )
+    def walk(
+        self, names: Sequence[str], body: Sequence[str], written: Sequence[tuple[str, Operand]] = (),
+        until: str = "until",
+    ) -> None:  # fmt: skip
+        """Over columns, and over the lines of each."""
+        tensors = self.tensors(names)
+        self.add(f"for (int64_t col = from; col < {until}; col++) {{")
+        self.column((*tensors, *written))
+        lines = ["#pragma omp simd", "for (int64_t j = {first}; j < {last}; j++) {{"]
+        if any(self.is_staged(operand) for _, operand in (*tensors, *written)):
+            self.add(f"for (int64_t start = 0; start < width; start += {STAGE}) {{")
+            self.add(f"const int64_t stop = start + {STAGE} < width ? start + {STAGE} : width;")
+            self.stage(tensors, "start", "stop - start", STAGE)
+            self.open_stage(written, STAGE)
+            self.add(*(line.format(first="start", last="stop") for line in lines), *self.inside(tensors), *body, "}")
+            self.close_stage(written, "stop - start")
+            self.add("}", "}")
+            return
+        self.add(*(line.format(first="0", last="width") for line in lines), *self.inside(tensors), *body, "}", "}")
+
+    def sum_in_tiles(
+        self, names: Sequence[str], body: Sequence[str], sums: Sequence[str], after: Sequence[str]
+    ) -> None:
+        """Of each line: the body adds to `sums`, in double precision, which are known at k to what comes after
+        a block of columns."""
+        tensors = self.tensors(names)
         self.add(f"for (int64_t start = from; start < until; start += {BLOCK_COLS}) {{")
         self.add(f"const int64_t stop = start + {BLOCK_COLS} < until ? start + {BLOCK_COLS} : until;")
-        self.add("const double count = (double)(stop - start), before = (double)(start - from), all = before + count;")
-        self.add("for (int64_t j = 0; j < width; j++) sum[j] = squares[j] = off[j] = 0;")
-        place = "const int64_t kept = (col - start) * width - col + j; (void)kept;"
-        self.walk(names, [place, *lines, "sum[j] += c;"], limits=("start", "stop"))
-        self.add(
-            "#pragma omp simd", f"for (int64_t j = 0; j < width; j++) about[j] = ({kind})((double)sum[j] / count);"
-        )
-        deviation = [
-            f"const {kind} deviation = c - about[j];",
-            "squares[j] += deviation * deviation;",
-            "off[j] += deviation;",
-        ]
-        self.walk(names_again, [place, *again, *deviation], limits=("start", "stop"))
-        # by Chan's formula; the mean of a block is rounded, and the sum of deviations is what it is off by
-        self.add("#pragma omp simd", "for (int64_t j = 0; j < width; j++) {")
-        self.add("const double shift = (double)off[j] / count, delta = ((double)about[j] + shift) - mean[j];")
-        self.add("m2[j] += (double)squares[j] - shift * (double)off[j] + delta * delta * (before * count / all);")
-        self.add("mean[j] += delta * (count / all);", "}", "}", "}")
-        self.close("sum", "about", "squares", "off")
+        self.add("const double count = (double)(stop - start), before = (double)(start - from);", "(void)before;")
+        self.add(f"for (int64_t tile = 0; tile < width; tile += {TILE}) {{", f"if (tile + {TILE} <= width) {{")
+        for limit in (str(TILE), "width - tile"):
+            self.add(*(f"double {name}[{TILE}] = {{0}};" for name in sums))
+            self.add("for (int64_t col = start; col < stop; col++) {")
+            self.column(tensors)
+            self.stage(tensors, "tile", limit, TILE)
+            lanes = ["#pragma omp simd", f"for (int64_t k = 0; k < {limit}; k++) {{", "const int64_t j = tile + k;"]
+            self.add(*lanes, *self.inside(tensors), *body, "}", "}", *lanes, *after, "}")
+            self.add("} else {" if limit == str(TILE) else "}")
+        self.add("}", "}")
 
-    def close(self, *arrays: str) -> None:
-        if arrays and self.reads_c is None:
-            self.add("free(kept_c);")
-        self.add(*(f"free({array});" for array in arrays), "}")
+    def open_rows(self) -> None:
+        """Of each row: its lines; `line` of each."""
+        self.add("const int64_t units = rows / pieces;")
+        self.add("for (int64_t row = units * part / parts; row < units * (part + 1) / parts; row++) {")
+
+    def open_lines(self) -> None:
+        self.add("for (int64_t piece = 0; piece < pieces; piece++) {")
+        self.add("const int64_t line = (row / inner_rows * pieces + piece) * inner_rows + row % inner_rows;")
+
+    def open_parts(self) -> None:
+        """Of each line: those that have columns of it, and how many."""
+        self.add("const int64_t band = line / width;", "for (int64_t of = 0; of < parts; of++) {")
+        self.add("int64_t first = places * of / parts - band * cols, last = places * (of + 1) / parts - band * cols;")
+        self.add("first = first < 0 ? 0 : first;", "last = last > cols ? cols : last;", "if (first >= last) continue;")
+        self.add("const double count = (double)(last - first);", "const int64_t at = of * rows + line;", "(void)count;")
 
     def xhat(self) -> str:
         if not self.problem.norm.is_computed:
             return f"const {self.type} xhat = c;"
-        return f"const {self.type} xhat = (c - mean_p[drawn]) * rstd_p[drawn];"
+        return f"const {self.type} xhat = (c - line_mean_p[drawn]) * line_rstd_p[drawn];"
 
-    def results_of_forward(self) -> None:
-        problem = self.problem
-        assert isinstance(problem, ForwardProblem)
-        outputs = [(f"output{k}", operand) for k, operand in enumerate(problem.outputs)]
-        self.open("last", outputs, ("mean", "rstd") if problem.norm.is_computed else ())
-        graph = renamed(problem.epilogue, "last_")
+
+class _Forward(_Across):
+    problem: ForwardProblem
+
+    def statistics(self) -> None:
+        """(mean, M2) of the columns of each line that this part has: deviations from a pivot, the first value and then the
+        mean of all so far, joined block by block."""
+        self.open("first", (), ("all_mean", "all_squares"))
+        self.array("pivot", "width")
+        lines, names = self.c_lines(False)
+        self.open_band(names)
+        for name, array in (("mean", "all_mean"), ("m2", "all_squares")):
+            self.add(f"{self.wide} *{name} = {array}_p + part * rows + first_line;")
+        self.walk(names, [*lines, "pivot[j] = c;"], until="from + 1")
+        lines = [*lines, "const double deviation = (double)c - (double)pivot[j];"]
+        lines += [*self.summing("off", "deviation"), *self.summing("squares", "deviation * deviation")]
+        after = [
+            f"{self.wide} of_mean = mean[j], of_m2 = m2[j];",
+            "double seen = before;",
+            f"join_{self.suffix}(&of_mean, &of_m2, &seen, (double)pivot[j], off[k], squares[k], count);",
+            f"mean[j] = of_mean; m2[j] = of_m2; pivot[j] = ({self.type})of_mean;",
+        ]
+        sums = ("off", "squares", *("off_rest", "squares_rest") * self.is_double)
+        self.sum_in_tiles(names, lines, sums, after)
+        self.add("}")
+        self.end()
+
+    def summing(self, name: str, value: str) -> list[str]:
+        """Where double precision is the computation's too: by Kahan, with what was rounded off before."""
+        if not self.is_double:
+            return [f"{name}[k] += {value};"]
+        return [
+            f"const double {name}_term = {value} - {name}_rest[k], {name}_total = {name}[k] + {name}_term;",
+            f"{name}_rest[k] = ({name}_total - {name}[k]) - {name}_term;",
+            f"{name}[k] = {name}_total;",
+        ]
+
+    def merge(self) -> None:
+        first = self.open("merge", (), ("all_mean", "all_squares", "line_mean", "line_rstd"))
+        self.declare_statistics(first)
+        self.open_rows()
+        self.add(
+            f"{self.wide} mean_w = 0, m2 = 0;", f"const {self.wide} all = ({self.wide})cols * ({self.wide})pieces;"
+        )
+        for total in (
+            "mean_w += all_mean_p[at] * (count / all);",
+            f"const {self.wide} apart = all_mean_p[at] - mean_w; m2 += all_squares_p[at] + count * apart * apart;",
+        ):
+            self.open_lines()
+            self.open_parts()
+            self.add(total, "}", "}")
+        self.add(f"const {self.wide} variance_w = m2 / all;")
+        self.finish_statistics()
+        self.open_lines()
+        self.add("line_mean_p[line] = mean;", "line_rstd_p[line] = rstd;", "}", "}")
+        self.end()
+
+    def results(self) -> None:
+        outputs = [(f"output{k}", operand) for k, operand in enumerate(self.problem.outputs)]
+        self.open("last", outputs, ("line_mean", "line_rstd") if self.problem.norm.is_computed else ())
+        graph = renamed(self.problem.epilogue, "last_")
         lines, names = self.c_lines(False)
         lines += [self.xhat(), "(void)xhat;", *self.code(graph)]
         lines += [
@@ -160,51 +228,87 @@ class _Across(Writer):
         names = (*names, *graph.used_inputs)
         self.open_band(names, outputs)
         self.walk(names, lines, outputs)
-        self.add("}", "}")
+        self.add("}")
+        self.end()
 
-    def sums(self) -> None:
-        """What must be summed over the lines before there is a gradient."""
-        problem = self.problem
-        assert isinstance(problem, BackwardProblem)
-        self.open("first", (), ("all_products", "all_plain", "mean", "rstd"))
-        graph = renamed(problem.epilogue_vjp, "first_")
+
+class _Backward(_Across, OfGradients):
+    problem: BackwardProblem
+
+    @property
+    def summed(self) -> list[str]:
+        return [f"summed{k}" for k in range(len(self.sums.summands))]
+
+    @property
+    def of_lines(self) -> tuple[str, ...]:
+        return ("line_mean", "line_rstd") if self.problem.norm.is_computed else ()
+
+    def line_sums(self) -> None:
+        """What must be summed over the lines before there is a gradient, and gradients that are such sums."""
+        self.open("first", (), (*(f"all_{name}" for name in self.summed), *self.of_lines))
         lines, names = self.c_lines(False)
-        lines += [self.xhat(), "(void)xhat;", *self.code(graph)]
-        lines += [f"const {self.type} grad_xhat = {self.value(graph.outputs[0])};"]
-        lines += ["all_products[j] += (double)(grad_xhat * xhat);", "all_plain[j] += (double)grad_xhat;"]
-        names = (*names, *graph.used_inputs)
+        lines += [self.xhat(), "(void)xhat;", *self.code(self.first)]
+        summands = zip(self.summed, self.sums.summands, strict=True)
+        lines += [f"{name}[k] += {self.product(of)};" for name, of in summands]
+        names = (*names, *self.first.used_inputs)
         self.open_band(names)
-        self.open_sums(("products", "plain"))
-        self.walk(names, lines)
+        self.open_sums(self.summed)
+        after = [f"all_{name}[j] += ({self.wide}){name}[k];" for name in self.summed]
+        self.sum_in_tiles(names, lines, self.summed, after)
+        self.add("}")
+        self.end()
+
+    def merge(self) -> None:
+        problem = self.problem
+        arrays = (*(f"all_{name}" for name in self.summed), "line_products", "line_plain")
+        self.declare_sums(problem.settled_first, self.open("merge", (), arrays))
+        self.open_rows()
+        self.add(f"{self.wide} total_products = 0, total_plain = 0;")
+        self.open_merged()
+        self.open_lines()
+        for _, name, operand in self.loaded:
+            if operand.axes in ALONG:
+                self.add(self.load(name, operand, self.row_offset(operand)))
+        self.add(*(f"{self.wide} {name} = 0;" for name in self.summed))
+        self.open_parts()
+        self.add(*(f"{name} += all_{name}_p[at];" for name in self.summed), "}")
+        self.settle("line", self.summed)
+        self.add("}")
+        self.store_merged()
+        self.add("const double count = (double)cols * (double)pieces;")
+        self.open_lines()
+        for term in ("products", "plain"):
+            self.add(f"line_{term}_p[line] = ({self.type})(total_{term} / count);")
         self.add("}", "}")
+        self.end()
 
     def open_sums(self, names: Sequence[str]) -> None:
         for name in names:
-            self.add(f"double *all_{name} = all_{name}_p + part * rows + first_line;")
+            self.add(f"{self.wide} *all_{name} = all_{name}_p + part * rows + first_line;")
 
-    def results_of_backward(self) -> None:
+    def last(self) -> None:
         problem = self.problem
-        assert isinstance(problem, BackwardProblem)
         written = [(f"gradient{k}", problem.gradients[k]) for k in problem.written]
-        along = [f"along{k}" for k in problem.reduced]
-        arrays = ("products", "plain") * problem.has_tasks + ("mean", "rstd") * problem.norm.is_computed
-        self.open("last", written, (*(f"all_{name}" for name in along), *arrays))
-        first, second = renamed(problem.epilogue_vjp, "first_"), renamed(problem.prologue_vjp, "second_")
+        along = [f"partial{k}" for k in problem.left_last]
+        terms = ("line_products", "line_plain") if problem.has_tasks else ()
+        self.open("last", written, (*along, *terms, *self.of_lines))
+        second = renamed(problem.prologue_vjp, "second_")
         lines, names = self.c_lines(False)
-        lines += [self.xhat(), "(void)xhat;", *self.code(first)]
+        lines += [self.xhat(), "(void)xhat;", *self.code(self.first)]
         if problem.norm.is_computed:
-            lines += [f"const {self.type} rstd = rstd_p[drawn];", "(void)rstd;"]
+            lines += [f"const {self.type} rstd = line_rstd_p[drawn];", "(void)rstd;"]
         if problem.has_tasks:
-            lines += [f"const {self.type} products = products_p[drawn], plain = plain_p[drawn];"]
-        lines += [f"const {self.type} from_epilogue{k} = {self.value(v)};" for k, v in enumerate(first.outputs)]
-        lines += [f"(void)from_epilogue{k};" for k in range(len(first.outputs))]
+            lines += [f"const {self.type} products = line_products_p[drawn], plain = line_plain_p[drawn];"]
+        lines += [f"const {self.type} from_epilogue{k} = {self.value(v)};" for k, v in enumerate(self.first.outputs)]
+        lines += [f"(void)from_epilogue{k};" for k in range(len(self.first.outputs))]
         lines += [*self.grad_c(), *self.code(second)]
         results = self.results(second)
         for name, operand in written:
             lines.append(self.store(name, operand, results[int(name.removeprefix("gradient"))]))
-        lines += [f"all_along{k}[j] += (double){results[k]};" for k in problem.reduced]
-        names = (*names, *first.used_inputs, *second.used_inputs)
+        lines += [f"partial{k}[j] += (double){results[k]};" for k in problem.left_last]
+        names = (*names, *self.first.used_inputs, *second.used_inputs)
         self.open_band(names, written)
-        self.open_sums(along)
+        self.add(*(f"double *{name} = {name}_p + part * rows + first_line;" for name in along))
         self.walk(names, lines, written)
-        self.add("}", "}")
+        self.add("}")
+        self.end()

@@ -18,6 +18,8 @@ from warpnorm import settings
 COMPILERS = ("cc", "gcc", "clang")
 # Neither errno nor traps, which keep loops from being vectorized; NaN and infinities stay what they are
 FLAGS = ("-O3", "-std=gnu11", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared", "-w")
+# Functions of the C library for whole vectors, where it has all of them
+VECTOR_MATH, VECTOR_LIBRARY, VECTOR_SINCE = "-DVECTOR_MATH", "-lmvec", (2, 35)
 HERE = Path(__file__).parent
 
 _libraries: dict[str, ctypes.CDLL] = {}
@@ -95,12 +97,12 @@ def _build(text: str, folder: Path, path: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:  # for the user alone
         source, built = Path(scratch) / "code.c", Path(scratch) / "code.so"
         source.write_text(text)
-        done = subprocess.run(
-            [*_command(), str(source), "-o", str(built), "-lm", "-lpthread"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [*_command(), str(source), "-o", str(built), "-lm", "-lpthread"]
+        command += [VECTOR_LIBRARY] * (VECTOR_MATH in command)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0 and VECTOR_MATH in command:  # perhaps for want of that
+            command = [word for word in command if word not in (VECTOR_MATH, VECTOR_LIBRARY)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise CompilerError(said[0] if said else f"exit status {done.returncode}")
@@ -113,7 +115,15 @@ def _command() -> tuple[str, ...]:
     assert path is not None
     is_x86 = platform.machine().lower() in ("x86_64", "amd64", "i686")
     wide = ("-mprefer-vector-width=512",) if is_x86 and "avx512f" in _processor() else ()
-    return (path, *FLAGS, "-march=native" if is_x86 else "-mcpu=native", *wide)
+    vector = (VECTOR_MATH,) if is_x86 and _library_version() >= VECTOR_SINCE else ()
+    return (path, *FLAGS, "-march=native" if is_x86 else "-mcpu=native", *wide, *vector)
+
+
+@cache
+def _library_version() -> tuple[int, ...]:
+    """Of GNU's C library, if it is that."""
+    name, version = platform.libc_ver()
+    return tuple(map(int, version.split(".")[:2])) if name == "glibc" and version[:1].isdigit() else ()
 
 
 @cache

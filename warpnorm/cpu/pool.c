@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-typedef void (*task_t)(void **, const int64_t *, const double *, int64_t part, int64_t parts);
+typedef int (*task_t)(void **, const int64_t *, const double *, int64_t part, int64_t parts);
 
 struct work {
     task_t task;
@@ -25,6 +25,7 @@ static pthread_cond_t begun = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INIT
 static struct work work;
 static uint64_t turn;
 static int64_t threads, unfinished;
+static int failed; /* whether any part of the work had no memory */
 
 static void *wait_for_work(void *argument) {
     int64_t me = (int64_t)(intptr_t)argument;
@@ -36,8 +37,9 @@ static void *wait_for_work(void *argument) {
         if (me < work.parts) {
             struct work mine = work;
             pthread_mutex_unlock(&lock);
-            mine.task(mine.pointers, mine.numbers, mine.reals, me, mine.parts);
+            int has_failed = mine.task(mine.pointers, mine.numbers, mine.reals, me, mine.parts);
             pthread_mutex_lock(&lock);
+            failed |= has_failed;
             if (--unfinished == 0) pthread_cond_signal(&done);
         }
     }
@@ -74,6 +76,7 @@ static parallel_t parallel; /* GOMP_parallel of the library that PyTorch uses */
 struct shared {
     struct work work;
     int64_t next;
+    int failed;
 };
 
 static void do_parts(void *argument) {
@@ -82,7 +85,9 @@ static void do_parts(void *argument) {
     for (;;) {
         int64_t part = __atomic_fetch_add(&shared->next, 1, __ATOMIC_RELAXED);
         if (part >= mine.parts) return;
-        mine.task(mine.pointers, mine.numbers, mine.reals, part, mine.parts);
+        if (mine.task(mine.pointers, mine.numbers, mine.reals, part, mine.parts)) {
+            __atomic_store_n(&shared->failed, 1, __ATOMIC_RELAXED);
+        }
     }
 }
 
@@ -97,32 +102,37 @@ void use(void *function) {
     if (is_registered) parallel = (parallel_t)function;
 }
 
-void run(task_t task, void **pointers, const int64_t *numbers, const double *reals, int64_t parts) {
+/* Returns whether there was no memory for what a part has to keep. */
+int run(task_t task, void **pointers, const int64_t *numbers, const double *reals, int64_t parts) {
     if (parts > 1 && parallel) {
-        struct shared shared = {{task, pointers, numbers, reals, parts}, 0};
+        struct shared shared = {{task, pointers, numbers, reals, parts}, 0, 0};
         parallel(do_parts, &shared, (unsigned)parts, 0);
-        return;
+        return shared.failed;
     }
+    int has_failed = 0;
     if (parts > 1 && pthread_mutex_trylock(&owner) == 0) {
         pthread_mutex_lock(&lock);
         work = (struct work){task, pointers, numbers, reals, parts};
         turn++;
+        failed = 0;
         unfinished = parts - 1;
         int is_shared = start_threads(parts - 1);
         if (is_shared) {
             pthread_cond_broadcast(&begun);
             pthread_mutex_unlock(&lock);
-            task(pointers, numbers, reals, 0, parts);
+            has_failed = task(pointers, numbers, reals, 0, parts);
             pthread_mutex_lock(&lock);
             while (unfinished > 0) pthread_cond_wait(&done, &lock);
+            has_failed |= failed;
         } else {
             work.parts = 0; /* the threads that there are find nothing to do */
         }
         pthread_mutex_unlock(&lock);
         pthread_mutex_unlock(&owner);
-        if (is_shared) return;
+        if (is_shared) return has_failed;
     }
-    for (int64_t part = 0; part < parts; part++) task(pointers, numbers, reals, part, parts);
+    for (int64_t part = 0; part < parts; part++) has_failed |= task(pointers, numbers, reals, part, parts);
+    return has_failed;
 }
 
 /* Fresh memory comes in huge pages where the system allows it: most of the time of a large output are its page faults. */

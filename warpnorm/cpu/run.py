@@ -3,21 +3,23 @@
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from math import prod
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from warpnorm.codegen import along
 from warpnorm.cpu import across, build, source
+from warpnorm.cpu.settle import Sum
 from warpnorm.cpu.writer import is_across
-from warpnorm.problem import ALONG, COLUMN, GROUP, NUMBER, SCALAR, BackwardProblem, ForwardProblem, Operand, Running
+from warpnorm.problem import GROUP, NUMBER, BackwardProblem, ForwardProblem, Running
 from warpnorm.space import Space
 
 # Elements for which a thread is woken; bytes of an output from which it asks for huge pages
 PART = 1 << 15
 HUGE = 4 << 20
+NO_FACTORS = (0.0, 0.0, 0.0)
 
 
 @lru_cache(maxsize=1024)
@@ -31,23 +33,80 @@ def _function(text: str, name: str) -> int:
 def prepare_forward(problem: ForwardProblem, space: Space, eps: float) -> "NativeForward | AcrossForward":
     if problem.norm.is_by_channel and is_across(problem):
         text = across.forward(problem)
-        first = _function(text, "first") if problem.norm.is_computed else 0
-        return AcrossForward(problem, space, first, _function(text, "last"), eps)
+        first, merge = (_function(text, name) if problem.norm.is_computed else 0 for name in ("first", "merge"))
+        return AcrossForward(problem, space, first, merge, _function(text, "last"), eps)
     return NativeForward(problem, space, _function(source.forward(problem), "forward"), eps)
 
 
 def prepare_backward(problem: BackwardProblem, space: Space) -> "NativeBackward | AcrossBackward":
     if problem.norm.is_by_channel and is_across(problem):
         text = across.backward(problem)
-        first = _function(text, "first") if problem.has_tasks else 0
-        return AcrossBackward(problem, space, first, _function(text, "last"))
+        first, merge = (_function(text, name) if problem.has_tasks else 0 for name in ("first", "merge"))
+        sums = len(along.sums(problem).summands)
+        return AcrossBackward(problem, space, first, merge, _function(text, "last"), sums)
     return NativeBackward(problem, space, _function(source.backward(problem), "backward"))
 
 
 @dataclass(frozen=True)
-class NativeForward:
-    problem: ForwardProblem
+class _Launch:
+    """What all calls have in common: numbers that are the same for each of them."""
+
+    problem: ForwardProblem | BackwardProblem
     space: Space
+
+    @cached_property
+    def numbers(self) -> list[int]:
+        space = self.space
+        return [
+            space.rows, space.cols, space.pieces, max(space.inner_rows, 1), space.groups, *space.sizes, *space.strides,
+        ]  # fmt: skip
+
+    @cached_property
+    def in_memory(self) -> Any:
+        return (ctypes.c_int64 * len(self.numbers))(*self.numbers)
+
+    @cached_property
+    def takes_numbers(self) -> bool:
+        return any(operand.axes == NUMBER for operand in self.problem.operands)
+
+    @cached_property
+    def units(self) -> int:
+        """Rows that have a statistic of their own."""
+        return self.space.rows // self.space.pieces
+
+    @cached_property
+    def places(self) -> int:
+        """Where memory runs across the lines: the columns of all bands."""
+        return self.space.rows // self.space.row_sizes[-1] * self.space.cols
+
+    def wide_zeros(self, count: int, parts: int) -> tuple[torch.Tensor, ...]:
+        """A number for each line of each part, of double precision, or of 16 bytes where that is the computation's."""
+        words = 2 if self.problem.compute == torch.float64 else 1
+        return torch.zeros(count, parts, self.space.rows * words, dtype=torch.float64).unbind()
+
+    def parts(self, units: int) -> int:
+        return max(1, min(torch.get_num_threads(), units, self.space.rows * self.space.cols // PART))
+
+    def run(
+        self, function: int, operands: Sequence[torch.Tensor | float], tensors: Sequence[torch.Tensor], parts: int,
+        eps: float = 0.0, factors: Sequence[float] = (0.0, 0.0, 0.0),
+    ) -> None:  # fmt: skip
+        """Hands a function the operands, tensors, and numbers."""
+        pointers = [o.data_ptr() if isinstance(o, torch.Tensor) else 0 for o in operands]
+        pointers += [tensor.data_ptr() for tensor in tensors]
+        numbers, reals = self.in_memory, [eps, *factors]
+        if self.takes_numbers:
+            whole = [o for o in operands if isinstance(o, int) and not isinstance(o, bool)]
+            numbers = (ctypes.c_int64 * (len(self.numbers) + len(whole)))(*self.numbers, *whole)
+            reals += [o for o in operands if isinstance(o, float)]
+        pointed, real = (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_double * len(reals))(*reals)
+        if _pool()(function, pointed, numbers, real, parts):
+            raise MemoryError("there is no memory for the elements of a row that native code has to keep")
+
+
+@dataclass(frozen=True)
+class NativeForward(_Launch):
+    problem: ForwardProblem
     function: int
     eps: float
 
@@ -58,24 +117,31 @@ class NativeForward:
         running: Running | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
-        problem, space = self.problem, self.space
-        units = space.rows // space.pieces
-        statistics = tuple(torch.empty(units, dtype=problem.compute) for _ in problem.norm.statistics)
-        for output in outputs:
-            _ask_for_huge_pages(output)
+        statistics = _statistics(self)
+        _ask_for_huge_pages(outputs)
         averaged = () if running is None else (running.mean, running.variance)
-        factors = (0.0, 0.0, 0.0) if running is None else running.factors
-        pointers = [*map(_pointer, operands), *map(_pointer, (*outputs, *statistics, *averaged))]
-        reals = _reals(self.eps, operands, factors)
-        _run(self.function, pointers, _numbers(space, operands), reals, _parts(space, units))
+        factors = NO_FACTORS if running is None else running.factors
+        written = (*outputs, *statistics, *averaged)
+        self.run(self.function, operands, written, self.parts(self.units), self.eps, factors)
         return statistics
 
 
 @dataclass(frozen=True)
-class NativeBackward:
+class NativeBackward(_Launch):
     problem: BackwardProblem
-    space: Space
     function: int
+
+    @cached_property
+    def shared(self) -> int:
+        """What threads share: groups, where a gradient has a value for each, or rows."""
+        has_groups = any(self.problem.gradients[k].axes == GROUP for k in self.problem.reduced)
+        return self.space.groups if has_groups else self.units
+
+    @cached_property
+    def sums(self) -> tuple[Sum, ...]:
+        problem = self.problem
+        by_line, merged = (problem.settled_first, problem.merged) if problem.norm.is_by_channel else ((), ())
+        return tuple(Sum.of(problem.gradients[k], self.space, k, k in by_line, k in merged) for k in problem.reduced)
 
     def __call__(
         self,
@@ -85,27 +151,22 @@ class NativeBackward:
         gradients: Sequence[torch.Tensor],
     ) -> None:
         """Writes every gradient."""
-        problem, space = self.problem, self.space
-        has_groups = any(problem.gradients[k].axes == GROUP for k in problem.reduced)
-        parts = _parts(space, space.groups if has_groups else space.rows // space.pieces)
-        partials = {k: _partial(problem.gradients[k], space, parts) for k in problem.reduced}
-        written = [gradients[k] for k in problem.written]
-        for gradient in written:
-            _ask_for_huge_pages(gradient)
-        tensors = (*grad_outputs, *written, *statistics, *partials.values())
-        pointers = [*map(_pointer, operands), *map(_pointer, tensors)]
-        _run(self.function, pointers, _numbers(space, operands), _reals(0.0, operands), parts)
-        for k, partial in partials.items():
-            _settle(problem.gradients[k], space, partial, gradients[k])
+        parts = self.parts(self.shared)
+        partials = [of.partial(parts, gradients) for of in self.sums]
+        written = [gradients[k] for k in self.problem.written]
+        _ask_for_huge_pages(written)
+        self.run(self.function, operands, (*grad_outputs, *written, *statistics, *partials), parts)
+        for of, partial in zip(self.sums, partials, strict=True):
+            of.settle(partial, gradients[of.which])
 
 
 @dataclass(frozen=True)
-class AcrossForward:
-    """Where memory runs across the lines: statistics of parts of them, which are merged here, then results."""
+class AcrossForward(_Launch):
+    """Where memory runs across the lines: sums of parts of them, which are merged, then results."""
 
     problem: ForwardProblem
-    space: Space
     first: int
+    merge: int
     last: int
     eps: float
 
@@ -115,35 +176,40 @@ class AcrossForward:
         outputs: Sequence[torch.Tensor],
         running: Running | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        problem, space = self.problem, self.space
-        for output in outputs:
-            _ask_for_huge_pages(output)
-        numbers, reals = _numbers(space, operands), _reals(self.eps, operands)
-        read = [*map(_pointer, operands)]
-        bands, width = _bands(space)
-        parts = _parts(space, bands * space.cols)
+        space, compute = self.space, self.problem.compute
+        _ask_for_huge_pages(outputs)
+        parts = self.parts(self.places)
         statistics: tuple[torch.Tensor, ...] = ()
-        of_lines: list[torch.Tensor] = []
-        if problem.norm.is_computed:
-            mean, squares = torch.zeros(2, parts, space.rows, dtype=torch.float64)
-            _run(self.first, [*read, _pointer(mean), _pointer(squares)], numbers, reals, parts)
-            merged, variance = _merged(space, mean.view(parts, bands, width), squares.view(parts, bands, width), parts)
-            rstd = (variance + self.eps).rsqrt()
-            found = [t.to(problem.compute) for t in (merged, rstd, variance)]
-            statistics = tuple(found[: len(problem.norm.statistics)])
-            of_lines = [_of_lines(space, t) for t in found[:2]]
-            if running is not None:
-                _average(running, merged, variance)
-        _run(self.last, [*read, *map(_pointer, outputs), *map(_pointer, of_lines)], numbers, reals, parts)
+        of_lines: tuple[torch.Tensor, ...] = ()
+        if self.problem.norm.is_computed:
+            sums = self.wide_zeros(2, parts)
+            self.run(self.first, operands, sums, parts)
+            of_lines = torch.empty(2, space.rows, dtype=compute).unbind()
+            statistics = _statistics(self)
+            averaged = () if running is None else (running.mean, running.variance)
+            factors = NO_FACTORS if running is None else running.factors
+            self.run(self.merge, operands, (*sums, *of_lines, *statistics, *averaged), parts, self.eps, factors)
+        self.run(self.last, operands, (*outputs, *of_lines), parts)
         return statistics
 
 
 @dataclass(frozen=True)
-class AcrossBackward:
+class AcrossBackward(_Launch):
     problem: BackwardProblem
-    space: Space
     first: int
+    merge: int
     last: int
+    summands: int
+
+    @cached_property
+    def sums(self) -> tuple[tuple[Sum, ...], tuple[Sum, ...]]:
+        """Of gradients: those that are settled first, and last."""
+        problem = self.problem
+        first, last = (
+            tuple(Sum.of(problem.gradients[k], self.space, k, True, k in problem.merged) for k in which)
+            for which in (problem.settled_first, problem.left_last)
+        )
+        return first, last
 
     def __call__(
         self,
@@ -154,85 +220,46 @@ class AcrossBackward:
     ) -> None:
         """Writes every gradient."""
         problem, space = self.problem, self.space
-        numbers, reals = _numbers(space, operands), _reals(0.0, operands)
-        read = [*map(_pointer, operands), *map(_pointer, grad_outputs)]
-        bands, _width = _bands(space)
-        parts = _parts(space, bands * space.cols)
-        of_lines = [_of_lines(space, t) for t in statistics[:2]] if problem.norm.is_computed else []
-        merged: list[torch.Tensor] = []
+        parts = self.parts(self.places)
+        of_lines = [self._of_lines(t) for t in statistics[:2]] if problem.norm.is_computed else []
+        merged: tuple[torch.Tensor, ...] = ()
+        first, last = self.sums
+        partials = [of.partial(parts, gradients) for of in first]
         if problem.has_tasks:
-            sums = torch.zeros(2, parts, space.rows, dtype=torch.float64)
-            _run(self.first, [*read, *map(_pointer, (*sums, *of_lines))], numbers, reals, parts)
-            count = space.cols * space.pieces
-            merged = [_of_lines(space, (_of_rows(space, t.sum(0)).sum(1) / count).to(problem.compute)) for t in sums]
+            sums = self.wide_zeros(self.summands, parts)
+            self.run(self.first, operands, (*grad_outputs, *sums, *of_lines), parts)
+            merged = torch.empty(2, space.rows, dtype=problem.compute).unbind()
+            self.run(self.merge, operands, (*grad_outputs, *sums, *merged, *partials), parts)
         written = [gradients[k] for k in problem.written]
-        for gradient in written:
-            _ask_for_huge_pages(gradient)
-        partials = {k: torch.zeros(parts, space.rows, dtype=torch.float64) for k in problem.reduced}
-        tensors = (*written, *partials.values(), *merged, *of_lines)
-        _run(self.last, [*read, *map(_pointer, tensors)], numbers, reals, parts)
-        for k, partial in partials.items():
-            _settle(problem.gradients[k], space, partial.sum(0), gradients[k])
+        _ask_for_huge_pages(written)
+        of_parts = [torch.zeros(parts, space.rows, dtype=torch.float64) for _ in last]
+        self.run(self.last, operands, (*grad_outputs, *written, *of_parts, *merged, *of_lines), parts)
+        partials += [sums.sum(0) for sums in of_parts]
+        for of, partial in zip((*first, *last), partials, strict=True):
+            of.settle(partial, gradients[of.which])
+
+    def _of_lines(self, rows: torch.Tensor) -> torch.Tensor:
+        """For each line what there is for its row."""
+        pieces, inner = self.space.pieces, max(self.space.inner_rows, 1)
+        if pieces == 1:
+            return rows.contiguous()
+        return rows.reshape(-1, 1, inner).expand(-1, pieces, inner).reshape(-1).contiguous()
 
 
-def _bands(space: Space) -> tuple[int, int]:
-    width = space.row_sizes[-1]
-    return space.rows // width, width
+def _statistics(launch: NativeForward | AcrossForward) -> tuple[torch.Tensor, ...]:
+    problem = launch.problem
+    return tuple(torch.empty(launch.units, dtype=problem.compute) for _ in problem.norm.statistics)
 
 
-def _of_rows(space: Space, lines: torch.Tensor) -> torch.Tensor:
-    """(rows, pieces) of what there is for each line."""
-    inner = max(space.inner_rows, 1) if space.pieces > 1 else 1
-    outer = space.rows // (space.pieces * inner)
-    return lines.reshape(outer, space.pieces, inner).transpose(1, 2).reshape(-1, space.pieces)
-
-
-def _of_lines(space: Space, rows: torch.Tensor) -> torch.Tensor:
-    """For each line what there is for its row."""
-    inner = max(space.inner_rows, 1) if space.pieces > 1 else 1
-    outer = space.rows // (space.pieces * inner)
-    return rows.reshape(outer, 1, inner).expand(outer, space.pieces, inner).reshape(-1).contiguous()
-
-
-def _merged(space: Space, mean: torch.Tensor, squares: torch.Tensor, parts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean and the variance of each row, from those of the columns that each part has of each band."""
-    bands, _width = _bands(space)
-    places = bands * space.cols
-    edges = torch.tensor([places * part // parts for part in range(parts + 1)])
-    starts = torch.arange(bands) * space.cols
-    first, end = edges[:-1, None].clamp(min=starts), edges[1:, None].clamp(max=starts + space.cols)
-    count = (end - first).clamp(min=0).double()[:, :, None].expand_as(mean)
-    count, mean, squares = (_pieces(space, t) for t in (count, mean, squares))
-    total = float(space.cols * space.pieces)
-    merged = (count * mean).sum(1, keepdim=True) / total
-    deviation = mean - merged
-    variance = (squares + count * deviation * deviation).sum(1) / total
-    return merged[:, 0], variance
-
-
-def _pieces(space: Space, parts: torch.Tensor) -> torch.Tensor:
-    """(rows, pieces and parts of them)."""
-    return torch.cat([_of_rows(space, part.reshape(-1)) for part in parts], 1)
-
-
-def _run(function: int, pointers: Sequence[int], numbers: Sequence[int], reals: Sequence[float], parts: int) -> None:
-    _pool()(
-        ctypes.c_void_p(function),
-        (ctypes.c_void_p * len(pointers))(*pointers),
-        (ctypes.c_int64 * len(numbers))(*numbers),
-        (ctypes.c_double * len(reals))(*reals),
-        ctypes.c_int64(parts),
-    )
-
-
-@lru_cache(maxsize=1)
+@cache
 def _pool() -> Any:
-    library = build.pool()
-    library.run.restype = None
+    run = build.pool().run
+    run.restype = ctypes.c_int
+    run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64]
     threads = _threads_of_torch()
     if threads is not None:
-        library.use(ctypes.c_void_p(threads))
-    return library.run
+        build.pool().use(ctypes.c_void_p(threads))
+    return run
 
 
 def _threads_of_torch() -> int | None:
@@ -249,70 +276,8 @@ def _threads_of_torch() -> int | None:
     return None
 
 
-def _parts(space: Space, units: int) -> int:
-    return max(1, min(torch.get_num_threads(), units, space.rows * space.cols // PART))
-
-
-def _pointer(tensor: torch.Tensor | float) -> int:
-    return tensor.data_ptr() if isinstance(tensor, torch.Tensor) else 0
-
-
-def _numbers(space: Space, operands: Sequence[torch.Tensor | float]) -> list[int]:
-    whole = [o for o in operands if isinstance(o, int) and not isinstance(o, bool)]
-    head = (space.rows, space.cols, space.pieces, max(space.inner_rows, 1), space.groups)
-    return [*head, *space.sizes, *space.strides, *whole]
-
-
-def _reals(
-    eps: float, operands: Sequence[torch.Tensor | float], factors: Sequence[float] = (0.0, 0.0, 0.0)
-) -> list[float]:
-    return [eps, *factors, *(o for o in operands if isinstance(o, float))]
-
-
-def _ask_for_huge_pages(tensor: torch.Tensor) -> None:
-    size = tensor.numel() * tensor.element_size()
-    if size >= HUGE and tensor.is_contiguous():
-        build.pool().ask_for_huge_pages(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(size))
-
-
-def _average(running: Running, mean: torch.Tensor, variance: torch.Tensor) -> None:
-    kept, of_mean, of_variance = running.factors
-    for old, new, gained in ((running.mean, mean, of_mean), (running.variance, variance, of_variance)):
-        with torch.no_grad():
-            old.copy_(old.double() * kept + new * gained)
-
-
-def _partial(gradient: Operand, space: Space, parts: int) -> torch.Tensor:
-    """Partial sums, in double precision: of every part, of every group, or of every line."""
-    shape = {
-        COLUMN: (parts, space.cols), GROUP: (space.groups, space.cols), SCALAR: (parts,), NUMBER: (parts,),
-    }.get(gradient.axes, (space.rows,))  # fmt: skip
-    return torch.zeros(shape, dtype=torch.float64)
-
-
-def _settle(gradient: Operand, space: Space, partial: torch.Tensor, total: torch.Tensor) -> None:
-    """Partial sums become the gradient, where it lies."""
-    if gradient.axes == SCALAR:
-        total.fill_(partial.sum())
-        return
-    row_sizes = space.row_sizes
-    col_sizes = space.sizes[len(row_sizes) - 1 :]
-    col_sizes = (space.cols // max(prod(col_sizes), 1), *col_sizes)
-    row_strides, col_strides = (
-        [space.strides[s.slot] if s.literal is None else s.literal for s in strides]
-        for strides in (gradient.row_strides, gradient.col_strides)
-    )
-    if gradient.axes == COLUMN:
-        sizes, strides, sums = col_sizes, col_strides, partial.sum(0)
-    elif gradient.axes in ALONG:
-        summed = [d for d, stride in enumerate(row_strides) if stride == 0 and row_sizes[d] > 1]
-        kept = [d for d in range(len(row_sizes)) if d not in summed]
-        sizes, strides = tuple(row_sizes[d] for d in kept), [row_strides[d] for d in kept]
-        sums = partial.view(row_sizes)
-        sums = sums.sum(summed) if summed else sums
-    else:  # groups, whose axes come first
-        kept = [d for d, stride in enumerate(row_strides) if stride != 0]
-        sizes = (*(row_sizes[d] for d in kept), *col_sizes)
-        strides, sums = [*(row_strides[d] for d in kept), *col_strides], partial
-    with torch.no_grad():
-        torch.as_strided(total.detach(), sizes, strides, total.storage_offset()).copy_(sums.reshape(sizes))
+def _ask_for_huge_pages(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        size = tensor.nbytes
+        if size >= HUGE and size == (memory := tensor.untyped_storage()).nbytes():  # all of it is this tensor's
+            build.pool().ask_for_huge_pages(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(size))

@@ -3,9 +3,11 @@ L2 when the next one reads it again. Sums are in double precision, but for short
 
 import re
 from collections.abc import Sequence
+from functools import cached_property
 
-from warpnorm.cpu.writer import LANES, TYPES, Writer, renamed
-from warpnorm.problem import ALONG, BY_ROW, COLUMN, FULL, GROUP, SCALAR, TILES, BackwardProblem, ForwardProblem, Operand
+from warpnorm.cpu.gradients import OfGradients, is_costly
+from warpnorm.cpu.writer import LANES, Writer, renamed
+from warpnorm.problem import ALONG, BY_ROW, COLUMN, GROUP, SCALAR, TILES, BackwardProblem, ForwardProblem, Operand
 
 FLUSHED = 64  # rows whose sum is taken in the dtype of computation
 
@@ -42,9 +44,11 @@ class _Rows(Writer):
 
     def walk(
         self, names: Sequence[str], body: Sequence[str], sums: Sequence[str] = (),
-        written: Sequence[tuple[str, Operand]] = (),
+        written: Sequence[tuple[str, Operand]] = (), waiting: int = 0, pivot: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Over the columns of a line; `sums` are names: the body adds to the variable, which goes to total_ that name."""
+        """Over the columns of a line; `sums` are names: the body adds to the variable, which goes to total_ that name. With
+        `waiting`, to waiting_ that name, and so many are joined with what there was before; `pivot` gives c, of which the
+        first few make the first pivot."""
         tensors = [
             (name, operand) for _, name, operand in self.loaded if name in names and operand.axes in (*TILES, COLUMN)
         ]
@@ -63,36 +67,57 @@ class _Rows(Writer):
         inside = ["const int64_t col = before + j;", "(void)col;"]
         inside += [self.load(name, operand, self.at(name, operand)) for name, operand in tensors]
         inside += body
-        if not sums:
+        is_staged = any(self.is_staged(operand) for _, operand in (*tensors, *written))
+        if not sums and not is_staged:
             self.add("#pragma omp simd", f"for (int64_t j = 0; j < {last}; j++) {{", *inside, "}", "}")
             return
         is_cheap = not any(f"_{self.suffix}(" in line or "(double)" in line for line in inside)
+        if pivot:
+            self.add(
+                "if (seen + waiting == 0) {", "double values = 0;", f"const int64_t few = {last} < 16 ? {last} : 16;"
+            )
+            self.add("#pragma omp simd reduction(+ : values)", "for (int64_t j = 0; j < few; j++) {")
+            self.add("const int64_t col = before + j;", "(void)col;")
+            self.add(*(self.load(name, operand, self.at(name, operand), is_alone=True) for name, operand in tensors))
+            self.add(*pivot, "values += (double)c;", "}")
+            self.add(f"pivot = ({self.type})(values / (double)few);", "}")
         self.add(f"for (int64_t start = 0; start < {last}; start += {self.block}) {{")
         self.add(f"const int64_t stop = start + {self.block} < {last} ? start + {self.block} : {last};")
-        self.add(f"double {', '.join(f'{name} = 0' for name in sums)};")
-        if is_cheap:
+        if is_staged:
+            self.stage(tensors, "start", "stop - start", self.block)
+            self.open_stage(written, self.block)
+        if sums:
+            self.add(f"double {', '.join(f'{name} = 0' for name in sums)};")
+        if sums and is_cheap:
             self.sum_in_lanes(inside, sums)
-        self.add(f"#pragma omp simd reduction(+ : {', '.join(sums)})", "for (int64_t j = start; j < stop; j++) {")
-        self.add(*inside, "}", *["}"] * is_cheap)
-        self.add(*(f"total_{name} += {name};" for name in sums), "}", "}")
+        reduction = f" reduction(+ : {', '.join(sums)})" if sums else ""
+        self.add(f"#pragma omp simd{reduction}", "for (int64_t j = start; j < stop; j++) {")
+        self.add(*inside, "}", *["}"] * (is_cheap and bool(sums)))
+        self.close_stage(written, "stop - start")
+        self.add(*(f"{'waiting' if waiting else 'total'}_{name} += {name};" for name in sums))
+        if waiting:
+            self.add("waiting += (double)(stop - start);", f"if (waiting >= {waiting}) {self.join()}")
+        self.add("}", "}")
+
+    def join(self) -> str:
+        state = "&mean_w, &m2, &seen, (double)pivot, waiting_off, waiting_squares, waiting"
+        none = "waiting = waiting_off = waiting_squares = 0;"
+        return f"{{ join_{self.suffix}({state}); {none} pivot = ({self.type})mean_w; }}"
 
     def sum_in_lanes(self, inside: Sequence[str], sums: Sequence[str]) -> None:
-        """A whole block in several sums at a time: one alone would wait for every addition before the next."""
-        lanes = {name: [f"{name}_{k}" for k in range(LANES)] for name in sums}
-        every = [lane for of_name in lanes.values() for lane in of_name]
-        self.add(f"if (stop - start == {self.block}) {{", f"{self.type} {', '.join(f'{lane} = 0' for lane in every)};")
-        self.add(f"#pragma omp simd reduction(+ : {', '.join(every)})")
-        self.add(f"for (int64_t i = start; i < start + {self.block // LANES}; i++) {{")
-        for k in range(LANES):
-            self.add("{", f"const int64_t j = i + {k * self.block // LANES};")
-            for line in inside:
-                for name in sums:
-                    line = re.sub(rf"\b{name}\b", lanes[name][k], line)
-                self.add(line)
-            self.add("}")
+        """A whole block in many sums, one beside the other: one alone would wait for every addition before the next."""
+        self.add(f"if (stop - start == {self.block}) {{")
+        self.add(*(f"{self.type} {name}_lanes[{LANES}] = {{0}};" for name in sums))
+        self.add(f"for (int64_t i = start; i < stop; i += {LANES}) {{", "#pragma omp simd")
+        self.add(f"for (int64_t k = 0; k < {LANES}; k++) {{", "const int64_t j = i + k;")
+        for line in inside:
+            for name in sums:
+                line = re.sub(rf"\b{name} \+=", f"{name}_lanes[k] +=", line)
+            self.add(line)
         self.add(
-            "}", *(f"{name} = (double){' + (double)'.join(of_name)};" for name, of_name in lanes.items()), "} else {"
+            "}", "}", f"#pragma omp simd reduction(+ : {', '.join(sums)})", f"for (int64_t k = 0; k < {LANES}; k++) {{"
         )
+        self.add(*(f"{name} += (double){name}_lanes[k];" for name in sums), "}", "} else {")
 
 
 class _Forward(_Rows):
@@ -105,11 +130,7 @@ class _Forward(_Rows):
         first = len(problem.operands)
         self.declare([(name, operand, first + k) for k, (name, operand) in enumerate(outputs)], False)
         first += len(outputs)
-        for k, name in enumerate(norm.statistics):
-            self.add(f"{self.type} *{name}_p = ({self.type} *)p[{first + k}];")
-        for k, dtype in enumerate(problem.running):
-            self.add(f"{TYPES[dtype]} *running{k}_p = ({TYPES[dtype]} *)p[{first + len(norm.statistics) + k}];")
-        self.add(f"const {self.type} eps = ({self.type})r[0];", "(void)eps;")
+        self.declare_statistics(first)
         self.add("const int64_t units = rows / pieces;")
         if norm.is_computed:
             self.keep_c()
@@ -127,9 +148,7 @@ class _Forward(_Rows):
         self.begin_line(names, outputs)
         self.walk(names, lines, written=outputs)
         self.add("}", "}")
-        if norm.is_computed:
-            self.let_go()
-        self.add("}")
+        self.end()
         return "\n".join(self.lines) + "\n"
 
     def statistics(self) -> None:
@@ -145,41 +164,56 @@ class _Forward(_Rows):
             self.add(f"const {self.type} rstd_rest = ({self.type})(rstd_d - (double)rstd);", "(void)rstd_rest;")
             self.add("rstd_p[row] = rstd;")
             return
-        self.add(f"{self.wide} total_values = 0, total_squares = 0, total_off = 0;", "(void)total_off;")
+        # One walk: deviations from a pivot, the mean of the first few values and then of all so far
+        wide = "double" if norm.keeps_variance else self.type
+        self.add(f"{self.wide} mean_w = 0, m2 = 0, waiting_off = 0, waiting_squares = 0;")
+        self.add("double seen = 0, waiting = 0;", f"{self.type} pivot = 0;")
+        deviation = f"const {wide} deviation = ({wide})c - ({wide})pivot;"
         self.begin_line(names)
-        self.walk(names, [*lines, "values += (double)c;"], ["values"])
+        self.walk(
+            names, [*lines, deviation, "off += deviation;", "squares += deviation * deviation;"], ["off", "squares"],
+            waiting=self.block, pivot=lines,
+        )  # fmt: skip
         self.add("}")
-        self.add("const double count = (double)cols * (double)pieces, about_d = (double)(total_values / count);")
-        self.add(f"const {self.type} about = ({self.type})about_d;")
-        lines, names = self.c_again()
-        lines.append(f"const {self.type} deviation = c - about;")
-        # averaged into running ones, a variance is as PyTorch has it
-        lines.append(f"squares += {'(double)deviation' if norm.keeps_variance else 'deviation'} * deviation;")
-        lines += ["off += deviation;"] * self.is_double
-        self.begin_line(names)
-        self.walk(names, lines, ["squares", "off"] if self.is_double else ["squares"])
-        self.add("}")
-        # the deviations are from a rounded mean
-        self.add(f"const double shift = {'total_off / count' if self.is_double else 'about_d - (double)about'};")
-        self.add("const double mean_d = (double)about + shift;")
-        self.add("double variance_d = (double)(total_squares / count) - shift * shift;")
-        self.add("variance_d = variance_d < 0 ? 0 : variance_d;")
-        self.add("const double rstd_d = 1.0 / sqrt(variance_d + (double)eps);")
-        self.add(f"const {self.type} mean = ({self.type})mean_d, rstd = ({self.type})rstd_d;")
+        self.add(f"if (waiting > 0) {self.join()}")
+        self.add(f"const {self.wide} variance_w = m2 / seen;")
+        self.finish_statistics()
         self.add(f"const {self.type} mean_rest = ({self.type})(mean_d - (double)mean);", "(void)mean_rest;")
         self.add(f"const {self.type} rstd_rest = ({self.type})(rstd_d - (double)rstd);", "(void)rstd_rest;")
-        self.add("mean_p[row] = mean;", "rstd_p[row] = rstd;")
-        if norm.keeps_variance:
-            self.add(f"variance_p[row] = ({self.type})variance_d;")
-        for k, (name, dtype) in enumerate(zip(("mean_d", "variance_d"), self.problem.running, strict=False)):
-            operand = Operand(dtype, FULL, (), (), True)
-            self.add(self.load(f"running{k}", operand, "row").replace(f"const {self.type} ", "const double "))
-            value = f"(running{k} * r[1] + {name} * r[{2 + k}])"
-            self.add(self.store(f"running{k}", operand, value, "row"))
 
 
-class _Backward(_Rows):
+class _Backward(_Rows, OfGradients):
     problem: BackwardProblem
+
+    @property
+    def along(self) -> list[int]:
+        return [k for k in self.problem.reduced if self.problem.gradients[k].axes in ALONG]
+
+    @property
+    def early(self) -> tuple[int, ...]:
+        """Which gradients are summed in the first walk: of norms by channel whatever can be, of others the columns' where
+        that saves computing the epilogue twice."""
+        problem = self.problem
+        if problem.norm.is_by_channel:
+            return problem.settled_first
+        columns = [k for k in problem.settled_first if problem.gradients[k].axes in (COLUMN, GROUP)]
+        return tuple(columns) if self.has_costly_epilogue else ()
+
+    @cached_property
+    def keeps_gradient(self) -> bool:
+        """Whether the second walk would compute something costly again for the gradient of xhat alone."""
+        problem = self.problem
+        if not problem.has_tasks or not self.has_costly_epilogue:
+            return False
+        late = [i for k, i in enumerate(problem.wanted) if k not in self.early and i in problem.wanted_of_epilogue]
+        direct = problem.needs_grad_xhat + problem.needs_grad_c
+        outputs = [self.first.outputs[direct + problem.wanted_of_epilogue.index(i)] for i in late]
+        outputs += self.first.outputs[problem.needs_grad_xhat : direct]
+        return not is_costly(self.first, outputs)
+
+    @property
+    def has_costly_epilogue(self) -> bool:
+        return self.problem.has_tasks and is_costly(self.first, self.first.outputs)
 
     def text(self) -> str:
         problem, norm = self.problem, self.problem.norm
@@ -191,13 +225,14 @@ class _Backward(_Rows):
         for k, name in enumerate(norm.statistics):
             self.add(f"const {self.type} *{name}_p = (const {self.type} *)p[{first + k}];", f"(void){name}_p;")
         first += len(norm.statistics)
-        for k, which in enumerate(problem.reduced):
-            self.add(f"double *partial{which}_p = (double *)p[{first + k}];")
+        self.declare_sums(problem.reduced, first)
         by_column = [k for k in problem.reduced if problem.gradients[k].axes in (COLUMN, GROUP)]
         scalars = [k for k in problem.reduced if problem.gradients[k].axes == SCALAR]
         self.keep_c()
+        if self.keeps_gradient:
+            self.keep("kept_gradient")
         for k in by_column:
-            self.add(f"{self.type} *sum{k} = ({self.type} *)calloc((size_t)cols, sizeof({self.type}));")
+            self.array(f"sum{k}", "cols", is_zero=True)
         self.add(*(f"double total_all{k} = 0;" for k in scalars))
         has_groups = any(problem.gradients[k].axes == GROUP for k in by_column)
         if has_groups:  # each has its rows side by side, and one thread
@@ -215,10 +250,9 @@ class _Backward(_Rows):
         if has_groups:
             self.add("}")
         for k in scalars:
-            self.add(f"partial{k}_p[part] = total_all{k};")
-        self.add(*(f"free(sum{k});" for k in by_column))
-        self.let_go()
-        self.add("}")
+            if k not in self.early or not norm.is_by_channel:
+                self.add(f"partial{k}_p[part] = total_all{k};")
+        self.end()
         return "\n".join(self.lines) + "\n"
 
     def flush(self, k: int, when: str) -> None:
@@ -234,32 +268,24 @@ class _Backward(_Rows):
             self.add(
                 *(f"const {self.type} {name} = {name}_p[number];" for name in norm.statistics if name != "variance")
             )
-        first, second = renamed(problem.epilogue_vjp, "first_"), renamed(problem.prologue_vjp, "second_")
+        second = renamed(problem.prologue_vjp, "second_")
         lines, names = self.c_lines(True)
         if problem.has_tasks:
-            terms = ["products", "plain"] if norm.is_centered else ["products"]
-            self.add(f"{self.wide} {', '.join(f'total_{term} = 0' for term in terms)};")
-            body = [*lines, self.xhat(), "(void)xhat;", *self.code(first)]
-            body += [f"const {self.type} grad_xhat = {self.value(first.outputs[0])};", "products += grad_xhat * xhat;"]
-            body += ["plain += grad_xhat;"] * norm.is_centered
-            used = (*names, *first.used_inputs)
-            self.begin_line(used)
-            self.walk(used, body, terms)
-            self.add("}")
-            self.add("const double count = (double)cols * (double)pieces;")
-            self.add(*(f"const {self.type} {term} = ({self.type})(total_{term} / count);" for term in terms))
+            self.sum_terms(lines, names, [k for k in by_column if k in self.early])
             lines, names = self.c_again()
-        along = [k for k in problem.reduced if problem.gradients[k].axes in ALONG]
-        lines = [*lines, self.xhat(), "(void)xhat;", *self.code(first)]
-        lines += [f"const {self.type} from_epilogue{k} = {self.value(v)};" for k, v in enumerate(first.outputs)]
-        lines += [f"(void)from_epilogue{k};" for k in range(len(first.outputs))]
+        lines = [*lines, self.xhat(), "(void)xhat;", *self.code(self.first)]
+        lines += [f"const {self.type} from_epilogue{k} = {self.value(v)};" for k, v in enumerate(self.first.outputs)]
+        if self.keeps_gradient:
+            lines[-len(self.first.outputs)] = f"const {self.type} from_epilogue0 = kept_gradient[kept + col];"
+        lines += [f"(void)from_epilogue{k};" for k in range(len(self.first.outputs))]
         lines += self.grad_c()
         lines += self.code(second)
-        used = (*names, *first.used_inputs, *second.used_inputs)
+        used = (*names, *self.first.used_inputs, *second.used_inputs)
         results = self.results(second)
         for name, operand in written:
             lines.append(self.store(name, operand, results[int(name.removeprefix("gradient"))]))
-        lines += [f"sum{k}[col] += {results[k]};" for k in by_column]
+        lines += [f"sum{k}[col] += {results[k]};" for k in by_column if k not in self.early]
+        scalars, along = ([k for k in of if k not in self.early] for of in (scalars, self.along))
         sums = [f"all{k}" for k in scalars] + [f"along{k}" for k in along]
         lines += [f"all{k} += {results[k]};" for k in scalars] + [f"along{k} += {results[k]};" for k in along]
         self.begin_line(used, written)
@@ -267,6 +293,38 @@ class _Backward(_Rows):
         self.walk(used, lines, sums, written)
         self.add(*(f"partial{k}_p[line] = total_along{k};" for k in along))
         self.add("}")
+
+    def sum_terms(self, lines: Sequence[str], names: Sequence[str], by_column: Sequence[int]) -> None:
+        """What must be summed over a row before there is a gradient, and the gradients that can be on the way."""
+        norm = self.problem.norm
+        terms = ["products", "plain"] if norm.is_centered else ["products"]
+        self.add(f"{self.wide} {', '.join(f'total_{term} = 0' for term in terms)};")
+        body = [*lines, self.xhat(), "(void)xhat;", *self.code(self.first)]
+        if self.keeps_gradient:
+            body.append(f"kept_gradient[kept + col] = {self.value(self.first.outputs[0])};")
+        body += [f"sum{k}[col] += {self.of_epilogue(k)};" for k in by_column]
+        used = (*names, *self.first.used_inputs)
+        if norm.is_by_channel:
+            self.open_merged()
+        self.begin_line(used)
+        if norm.is_by_channel:
+            sums = [f"summed{k}" for k in range(len(self.sums.summands))]
+            self.add(f"double {', '.join(f'total_{name} = 0' for name in sums)};")
+            body += [f"{name} += {self.product(of)};" for name, of in zip(sums, self.sums.summands, strict=True)]
+            self.walk(used, body, sums)
+            self.settle("line", [f"total_{name}" for name in sums])
+        else:
+            body += [
+                f"const {self.type} grad_xhat = {self.value(self.first.outputs[0])};",
+                "products += grad_xhat * xhat;",
+            ]
+            body += ["plain += grad_xhat;"] * norm.is_centered
+            self.walk(used, body, terms)
+        self.add("}")
+        if norm.is_by_channel:
+            self.store_merged()
+        self.add("const double count = (double)cols * (double)pieces;")
+        self.add(*(f"const {self.type} {term} = ({self.type})(total_{term} / count);" for term in terms))
 
     def row_number(self) -> str:
         """Which row of forward a row of backward is, whose row axes may come in another order."""

@@ -8,6 +8,7 @@ import torch
 from warpnorm.codegen import expressions
 from warpnorm.codegen.pointwise import graphs_of, loaded
 from warpnorm.problem import (
+    COLUMN,
     FULL,
     NUMBER,
     SCALAR,
@@ -38,7 +39,7 @@ TYPES = {
 }
 HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 BLOCK = 1024  # columns whose sum is taken in the dtype of computation
-LANES = 4
+LANES = 64
 
 
 def can_write(problem: Problem) -> bool:
@@ -84,6 +85,7 @@ class Writer:
         self.prologue = renamed(problem.prologue, "c_")
         self.sizes = len(problem.size_divisors)
         self.lines: list[str] = []
+        self.arrays: list[str] = []
 
     # Values
 
@@ -194,13 +196,18 @@ class Writer:
         step = "" if inner.literal == 0 else " + j" if inner.literal == 1 else f" + j * {self.stride(inner.slot)}"
         return f"{name}_at{step}"
 
-    def load(self, name: str, operand: Operand, place: str) -> str:
+    def load(self, name: str, operand: Operand, place: str, is_alone: bool = False) -> str:
+        """`is_alone`: a number that is not part of a block."""
         value = f"{name}_p[{place}]"
-        if operand.dtype in HALVES:
+        if self.is_staged(operand) and not is_alone:
+            value = f"{name}_stage[j - stage]"
+        elif operand.dtype in HALVES:
             value = f"load_{HALVES[operand.dtype]}({value})"
         return f"const {self.type_of(operand.dtype)} {name} = ({self.type_of(operand.dtype)}){value};"
 
     def store(self, name: str, operand: Operand, value: str, place: str = "") -> str:
+        if self.is_staged(operand):
+            return f"{name}_stage[j - stage] = (float){value};"
         if operand.dtype in HALVES:
             value = f"store_{HALVES[operand.dtype]}((float){value})"
         elif operand.dtype == torch.bool:
@@ -208,6 +215,31 @@ class Writer:
         elif not operand.dtype.is_floating_point:
             value = f"({TYPES[operand.dtype]})(int64_t){value}"
         return f"{name}_p[{place or self.at(name, operand)}] = ({TYPES[operand.dtype]})({value});"
+
+    def is_staged(self, operand: Operand) -> bool:
+        """Whether blocks of it, of numbers that lie side by side, are converted before they are used, or after: the compiler
+        does not vectorize the instruction for that."""
+        return operand.dtype == torch.float16 and self.is_dense(operand)
+
+    def is_dense(self, operand: Operand) -> bool:
+        return operand.axes in (*TILES, COLUMN) and [s.literal for s in operand.col_strides[-1:]] == [1]
+
+    def stage(self, tensors: Sequence[tuple[str, Operand]], first: str, count: str, size: int) -> None:
+        """`count` numbers from `first` on."""
+        staged = [name for name, operand in tensors if self.is_staged(operand)]
+        self.add(f"const int64_t stage = {first};", "(void)stage;")
+        for name in staged:
+            self.add(
+                f"float {name}_stage[{size}];", f"stage_fp16({name}_stage, {name}_p + {name}_at + stage, {count});"
+            )
+
+    def open_stage(self, written: Sequence[tuple[str, Operand]], size: int) -> None:
+        self.add(*(f"float {name}_stage[{size}];" for name, operand in written if self.is_staged(operand)))
+
+    def close_stage(self, written: Sequence[tuple[str, Operand]], count: str) -> None:
+        for name, operand in written:
+            if self.is_staged(operand):
+                self.add(f"unstage_fp16({name}_p + {name}_at + stage, {name}_stage, {count});")
 
     # Structure
 
@@ -239,7 +271,7 @@ class Writer:
         if "#include" not in "".join(self.lines):
             self.add('#include "pointwise.h"', "")
         self.add(
-            f"void {name}(void **p, const int64_t *n, const double *r, int64_t part, int64_t parts) {{",
+            f"int {name}(void **p, const int64_t *n, const double *r, int64_t part, int64_t parts) {{",
             "const int64_t rows = n[0], cols = n[1], pieces = n[2], inner_rows = n[3], groups = n[4];",
             "(void)pieces; (void)inner_rows; (void)groups;",
         )
@@ -290,38 +322,48 @@ class Writer:
             return f"const float apart = {value}, xhat = apart * rstd + apart * rstd_rest;"
         return f"const {self.type} xhat = {'(c - mean) * rstd' if norm.is_centered else 'c * rstd'};"
 
+    def finish_statistics(self) -> None:
+        """From mean_w and variance_w of a row: what is rounded of them, and is averaged into running ones."""
+        norm = self.problem.norm
+        assert isinstance(self.problem, ForwardProblem)
+        root = "sqrtl" if self.is_double else "sqrt"
+        self.add("const double mean_d = (double)mean_w, variance_d = (double)variance_w;")
+        self.add(f"const double rstd_d = (double)(1 / {root}(variance_w + ({self.wide})eps));", "(void)variance_d;")
+        self.add(f"const {self.type} mean = ({self.type})mean_d, rstd = ({self.type})rstd_d;")
+        self.add("mean_p[row] = mean;", "rstd_p[row] = rstd;")
+        if norm.keeps_variance:
+            self.add(f"variance_p[row] = ({self.type})variance_d;")
+        for k, (name, dtype) in enumerate(zip(("mean_d", "variance_d"), self.problem.running, strict=False)):
+            operand = Operand(dtype, FULL, (), (), True)
+            self.add(self.load(f"running{k}", operand, "row").replace(f"const {self.type} ", "const double "))
+            value = f"(running{k} * r[1] + {name} * r[{2 + k}])"
+            self.add(self.store(f"running{k}", operand, value, "row"))
+
+    def declare_statistics(self, first: int) -> None:
+        assert isinstance(self.problem, ForwardProblem)
+        names = self.problem.norm.statistics
+        for k, name in enumerate(names):
+            self.add(f"{self.type} *{name}_p = ({self.type} *)p[{first + k}];")
+        for k, dtype in enumerate(self.problem.running):
+            self.add(f"{TYPES[dtype]} *running{k}_p = ({TYPES[dtype]} *)p[{first + len(names) + k}];")
+        self.add(f"const {self.type} eps = ({self.type})r[0];", "(void)eps;")
+
     def keep_c(self) -> None:
         if self.reads_c is None:
-            self.add(f"{self.type} *kept_c = ({self.type} *)malloc(sizeof({self.type}) * (size_t)(pieces * cols));")
+            self.keep("kept_c")
 
-    def let_go(self) -> None:
-        if self.reads_c is None:
-            self.add("free(kept_c);")
+    def keep(self, name: str) -> None:
+        """A number for each element of a row."""
+        self.array(name, "pieces * cols")
 
-    def grad_c(self) -> list[str]:
-        problem, norm = self.problem, self.problem.norm
-        assert isinstance(problem, BackwardProblem)
-        direct = int(problem.needs_grad_xhat)
-        terms = []
-        if problem.needs_grad_xhat:
-            value = "from_epilogue0"
-            if norm.is_computed:
-                shift = " - plain" if norm.is_centered else ""
-                value = f"(from_epilogue0{shift} - xhat * products) * rstd"
-            terms.append(value)
-        if problem.needs_grad_c:
-            terms.append(f"from_epilogue{direct}")
-        return [f"const {self.type} grad_c = {' + '.join(terms) or '0'};", "(void)grad_c;"]
+    def array(self, name: str, count: str, is_zero: bool = False) -> None:
+        """Memory until the end of the function, which says so if there is none."""
+        size = f"(size_t)({count}), sizeof({self.type})"
+        asked = f"calloc({size})" if is_zero else f"malloc({size.replace(', ', ' * ')})"
+        freed = " ".join(f"free({before});" for before in self.arrays)
+        self.add(f"{self.type} *{name} = ({self.type} *){asked};", f"if (!{name}) {{ {freed} return 1; }}")
+        self.arrays.append(name)
 
-    def results(self, second: Graph) -> list[str]:
-        """The gradient of each wanted operand: what comes through the prologue plus what came through the epilogue."""
-        problem = self.problem
-        assert isinstance(problem, BackwardProblem)
-        first = problem.needs_grad_xhat + problem.needs_grad_c
-        through_prologue = dict(zip(problem.wanted_of_prologue, map(self.value, second.outputs), strict=True))
-        through_epilogue = {index: f"from_epilogue{first + k}" for k, index in enumerate(problem.wanted_of_epilogue)}
-        found = []
-        for index in problem.wanted:
-            parts = [by[index] for by in (through_prologue, through_epilogue) if index in by]
-            found.append("(" + " + ".join(parts) + ")")
-        return found
+    def end(self) -> None:
+        self.add(*(f"free({name});" for name in self.arrays), "return 0;", "}")
+        self.arrays.clear()

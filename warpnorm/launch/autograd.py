@@ -52,8 +52,11 @@ class Normalization(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: each read unpacks anew, which checkpointing refuses
         operands, statistics = _with_numbers(saved[:count], ctx.numbers), saved[count:]
         wanted = tuple(i for i in range(count) if ctx.needs_input_grad[3 + i])
-        gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grad_outputs, *operands)
-        found = dict(zip(wanted, gradients, strict=True))
+        if torch.is_grad_enabled():  # these gradients may be differentiated again
+            gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grad_outputs, *operands)
+            found = dict(zip(wanted, gradients, strict=True))
+        else:
+            found = ctx.flow.backward(ctx.call, operands, grad_outputs, statistics, wanted)
         return (None, None, None, *(found.get(i) for i in range(count)))
 
 

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from warpnorm import settings
 from warpnorm.errors import UnavailableError
 from warpnorm.launch.autograd import Normalization
-from warpnorm.norms import BATCH_NORM, Norm
+from warpnorm.norms import BATCH_NORM, GROUP_NORM, Norm
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.plan import COLUMN, Plan
@@ -41,6 +41,7 @@ Tensors = Sequence[torch.Tensor | float]
 SMALL_ROW = 1024
 SMALL_SAMPLE = 1 << 14
 SMALL_BATCH = 1 << 16
+LONE_SAMPLE = 1 << 18  # of a norm alone
 
 
 def route(input: torch.Tensor, *parameters: torch.Tensor | float | None, is_large: bool = True) -> str:
@@ -81,9 +82,15 @@ def is_large(norm: Norm, shape: Sequence[int], cols: int) -> bool:
 
 
 def is_large_input(norm: Norm, input: torch.Tensor, cols: int = 0) -> bool:
-    """The same of a norm alone: where memory runs across channels it is not quicker than PyTorch's operators."""
-    runs_along = not norm.is_by_channel or (input.ndim > 2 and input.is_contiguous())
-    return runs_along and is_large(norm, input.shape, cols)
+    """The same of a norm alone, where PyTorch's own operator is as quick in some cases: layer_norm of float16; by running
+    statistics; images whose channels lie side by side, but in batches; batches of 16 bits where they do not; small
+    groups."""
+    if not norm.is_by_channel:
+        return is_large(norm, input.shape, cols) and not (norm.is_centered and input.dtype == torch.float16)
+    if norm == BATCH_NORM:
+        is_quicker = input.dtype.itemsize > 2 or (input.dtype == torch.bfloat16 and not input.is_contiguous())
+        return input.ndim > 2 and is_quicker and is_large(norm, input.shape, cols)
+    return norm == GROUP_NORM and input.is_contiguous() and input.numel() > LONE_SAMPLE * input.shape[0]
 
 
 def has_compiler() -> bool:
@@ -231,9 +238,6 @@ def prepare_forward(
     plan: Plan | None,
     running: tuple[torch.dtype, ...] = (),
 ) -> "ForwardLaunch | ColumnForwardLaunch | NativeForward | AcrossForward | FallbackForward":
-    from warpnorm.codegen import bind
-    from warpnorm.launch.forward import ForwardLaunch
-
     problem, space = forward_problem(call, views)
     problem = replace(problem, running=running)
     if is_native(device):
@@ -243,6 +247,9 @@ def prepare_forward(
             return run.prepare_forward(problem, space, call.eps)
         except (build.CompilerError, OSError) as error:
             return fallback.FallbackForward(call, str(error))
+    from warpnorm.codegen import bind
+    from warpnorm.launch.forward import ForwardLaunch
+
     target = devices.of(device)
     plan = plan or choose.forward(problem, target)
     kernel = bind.forward(problem, plan, target, device.index)
@@ -264,9 +271,6 @@ def prepare_backward(
     wanted: tuple[int, ...],
     plan: Plan | None,
 ) -> "BackwardLaunch | ColumnBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
-    from warpnorm.codegen import bind
-    from warpnorm.launch.backward import BackwardLaunch
-
     problem, space = backward_problem(call, views, given, wanted)
     if is_native(device):
         from warpnorm.cpu import build, fallback, run
@@ -275,6 +279,9 @@ def prepare_backward(
             return run.prepare_backward(problem, space)
         except (build.CompilerError, OSError) as error:
             return fallback.FallbackBackward(call, problem, str(error))
+    from warpnorm.codegen import bind
+    from warpnorm.launch.backward import BackwardLaunch
+
     target = devices.of(device)
     plan = plan or choose.backward(problem, target)
     kernel = bind.backward(problem, plan, target, device.index)

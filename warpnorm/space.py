@@ -71,7 +71,15 @@ def shape_of(views: Sequence[View]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _broadcast(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    return torch.broadcast_shapes(*shapes)
+    """As `torch.broadcast_shapes`, which takes half a second the first time, and is asked where there is an error."""
+    dims = max(map(len, shapes))
+    found = []
+    for sizes in zip(*((1,) * (dims - len(shape)) + tuple(shape) for shape in shapes), strict=True):
+        others = set(sizes) - {1}
+        if len(others) > 1:
+            return torch.broadcast_shapes(*shapes)
+        found.append(others.pop() if others else 1)
+    return tuple(found)
 
 
 def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Graph]) -> tuple[ForwardProblem, Space]:
@@ -352,7 +360,19 @@ def fresh(view: View, norm: Norm) -> View:
     is float32: PyTorch rounds it."""
     dtype = torch.float32 if view.dtype.is_floating_point and view.dtype.itemsize == 1 else view.dtype
     if norm.is_by_channel:
-        strides = torch.empty_like(torch.empty_strided(view.shape, view.strides, device="meta")).stride()
+        strides = view.strides
+        if not _is_dense(view):
+            strides = torch.empty_like(torch.empty_strided(view.shape, view.strides, device="meta")).stride()
     else:
         strides = torch.empty(view.shape, device="meta").stride()
     return View(view.shape, strides, dtype, True)
+
+
+def _is_dense(view: View) -> bool:
+    """Whether its elements fill their memory, each once: then a tensor like it has the same strides."""
+    expected = 1
+    for stride, size in sorted(zip(view.strides, view.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -101,7 +101,8 @@ def main(is_short: bool) -> None:
             check(residual_batch, view, other, weight, bias)
             check(group_silu, view, weight, bias)
     images = torch.randn(3, 70, 20, 21)
-    for view in (images, last(images), last(images)[:, :, 1:, 3:], images[..., :1]):
+    views = (last(images)[:, :, 1:, 3:], images, last(images), images[..., :1])
+    for view in views[: 1 if is_short else 4]:
         check(batch, view, torch.randn(70), torch.randn(70))
         check(scaled_batch, view, torch.randn(70))
     check(adaptive, torch.randn(7, 33, 200), torch.randn(7, 1, 200), torch.randn(7, 1, 200))

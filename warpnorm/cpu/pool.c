@@ -142,3 +142,12 @@ void ask_for_huge_pages(void *start, size_t bytes) {
     if (last > first) madvise((void *)first, last - first, MADV_HUGEPAGE);
 #endif
 }
+
+/* Sums over the height of partial sums (height, width), in their order. */
+void settle_f(const double *partials, int64_t height, int64_t width, float *totals) {
+    for (int64_t j = 0; j < width; j++) {
+        double total = 0;
+        for (int64_t i = 0; i < height; i++) total += partials[i * width + j];
+        totals[j] = (float)total;
+    }
+}

@@ -1,16 +1,22 @@
 """Gradients that are sums: what the parts, groups or lines leave behind, in double precision, and what becomes of it."""
 
 from collections.abc import Sequence
+from ctypes import c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
-from typing import NamedTuple
 
 import torch
 
+from warpnorm.cpu import build
 from warpnorm.problem import ALONG, COLUMN, GROUP, NUMBER, SCALAR, Operand
 from warpnorm.space import Space
 
+SETTLED = 1 << 16  # numbers that one thread sums
 
-class Sum(NamedTuple):
+
+@dataclass(frozen=True)
+class Sum:
     """Of one gradient. `shape` of the partial sums, whose first size, where it is 0, is the number of parts; along which
     axes of them they are summed; where the gradient lies: `sizes` and `strides`, or neither for a lone number.
     `is_written`: every partial sum is, so that they need not be zero before. `is_merged`: native code sums them itself."""
@@ -22,6 +28,14 @@ class Sum(NamedTuple):
     strides: tuple[int, ...]
     is_written: bool
     is_merged: bool
+
+    @cached_property
+    def width(self) -> int:
+        """How many numbers a gradient has that lies in one piece, and is summed over the first axes; otherwise 0."""
+        dense = [prod(self.sizes[k + 1 :]) for k in range(len(self.sizes))]
+        is_dense = all(size == 1 or s == d for size, s, d in zip(self.sizes, self.strides, dense, strict=True))
+        is_first = self.summed == tuple(range(len(self.summed)))
+        return prod(self.sizes) if is_dense and is_first and self.sizes and prod(self.sizes) <= SETTLED else 0
 
     @staticmethod
     def of(gradient: Operand, space: Space, which: int, is_by_line: bool, is_merged: bool) -> "Sum":
@@ -58,6 +72,12 @@ class Sum(NamedTuple):
     def settle(self, partial: torch.Tensor, gradient: torch.Tensor) -> None:
         """Writes the gradient, where it lies."""
         if self.is_merged:
+            return
+        if self.width and gradient.dtype is torch.float32:
+            height = partial.numel() // self.width
+            build.pool().settle_f(
+                c_void_p(partial.data_ptr()), c_int64(height), c_int64(self.width), c_void_p(gradient.data_ptr())
+            )
             return
         by_axes = partial if self.shape[0] == 0 else partial.view(self.shape)
         sums = by_axes.sum(self.summed) if self.summed else by_axes

@@ -6,10 +6,9 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from warpnorm.problem import Epilogue, Graph, Prologue, operand_name
-from warpnorm.trace import operators
+from warpnorm.trace import operators, store
 from warpnorm.trace.graph import from_fx
 
 # Full shape for every input: the sums over broadcast axes are the kernel's work, not the graph's.
@@ -39,6 +38,8 @@ def pointwise(function: Callable[..., Any], inputs: Sequence[str], dtypes: Seque
 
 
 def _trace(function: Callable[..., Any], inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> Graph:
+    from torch.fx.experimental.proxy_tensor import make_fx  # which takes a second
+
     probes = [torch.empty(PROBE_SHAPE, dtype=dtype) for dtype in dtypes]
     primitives: Any = operators.decompositions()
     traced = make_fx(function, decomposition_table=primitives, tracing_mode="fake")(*probes)
@@ -56,5 +57,10 @@ def forward_graphs(
 ) -> tuple[Graph, Graph]:
     """`dtypes` are those of the operands inside a kernel."""
     names = [operand_name(i) for i in range(len(dtypes))]
-    before = pointwise(prologue, names, dtypes)
-    return before, pointwise(epilogue, ["xhat", "c", *names], [compute, compute, *dtypes])
+
+    def trace() -> tuple[Graph, ...]:
+        before = pointwise(prologue, names, dtypes)
+        return before, pointwise(epilogue, ["xhat", "c", *names], [compute, compute, *dtypes])
+
+    before, after = store.kept(("forward", prologue, epilogue, dtypes, compute), trace)
+    return before, after

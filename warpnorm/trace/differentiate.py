@@ -8,6 +8,7 @@ import torch
 
 from warpnorm.problem import Epilogue, Graph, Prologue, grad_output_name, operand_name
 from warpnorm.space import Gradients
+from warpnorm.trace import store
 from warpnorm.trace.capture import forward_graphs, pointwise
 
 
@@ -56,14 +57,18 @@ def backward_graphs(
         results = epilogue(*values)
         return tuple(results[i] for i in gradients.given)
 
-    epilogue_vjp = vjp(
-        given_outputs,
-        ["xhat", "c", *names],
-        [compute, compute, *dtypes],
-        [*reached, *(names[i] for i in gradients.of_epilogue)],
-        [grad_output_name(k) for k in range(len(gradients.given))],
-        compute,
-    )
-    of_prologue = [names[i] for i in gradients.of_prologue]
-    prologue_vjp = vjp(prologue, names, dtypes, of_prologue, ["grad_c"], compute)
+    def trace() -> tuple[Graph, ...]:
+        epilogue_vjp = vjp(
+            given_outputs,
+            ["xhat", "c", *names],
+            [compute, compute, *dtypes],
+            [*reached, *(names[i] for i in gradients.of_epilogue)],
+            [grad_output_name(k) for k in range(len(gradients.given))],
+            compute,
+        )
+        of_prologue = [names[i] for i in gradients.of_prologue]
+        return epilogue_vjp, vjp(prologue, names, dtypes, of_prologue, ["grad_c"], compute)
+
+    what = ("backward", prologue, epilogue, dtypes, compute, gradients)
+    epilogue_vjp, prologue_vjp = store.kept(what, trace)
     return forward_graphs(prologue, epilogue, dtypes, compute)[0], epilogue_vjp, prologue_vjp

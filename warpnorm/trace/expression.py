@@ -44,7 +44,7 @@ class Step:
     target: str
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    line: str = field(default="", compare=False)
+    line: str = field(default="", compare=False, repr=False)
 
     def __str__(self) -> str:
         given = [*map(str, self.args), *(f"{name}={value}" for name, value in self.kwargs)]

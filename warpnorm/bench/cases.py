@@ -74,6 +74,21 @@ def _instance_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) ->
     return F.instance_norm(x, None, None, weight, bias, True, MOMENTUM, EPS)
 
 
+def _group_norm_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.silu(_group_norm(x, weight, bias))
+
+
+def _add_batch_norm_relu(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+) -> torch.Tensor:
+    return F.relu(_batch_norm(x, weight, bias, mean, var) + residual)
+
+
 def _exact_batch_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor
 ) -> torch.Tensor:
@@ -90,6 +105,21 @@ def _exact_group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor)
 
 def _exact_instance_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return _scaled(_normalized(x.flatten(2)).view(x.shape), weight, bias)
+
+
+def _exact_group_norm_silu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return F.silu(_exact_group_norm(x, weight, bias))
+
+
+def _exact_add_batch_norm_relu(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+) -> torch.Tensor:
+    return F.relu(_exact_batch_norm(x, weight, bias, mean, var) + residual)
 
 
 def _normalized(rows: torch.Tensor) -> torch.Tensor:
@@ -115,6 +145,11 @@ BATCH = Workload(
     exact=_exact_batch_norm,
 )  # fmt: skip
 GROUP = Workload("group_norm", _group_norm, 1, 2, 2, 3, parameter_dim=1, exact=_exact_group_norm)
+GROUP_SILU = Workload("group_norm_silu", _group_norm_silu, 1, 2, 2, 3, parameter_dim=1, exact=_exact_group_norm_silu)
+ADD_BATCH_RELU = Workload(
+    "add_batch_norm_relu", _add_batch_norm_relu, 2, 2, 3, 5, parameter_dim=1, part_dim=1, buffers=2, keeps_precision=True,
+    exact=_exact_add_batch_norm_relu,
+)  # fmt: skip
 INSTANCE = Workload("instance_norm", _instance_norm, 1, 2, 2, 3, parameter_dim=1, exact=_exact_instance_norm)
 
 
@@ -225,18 +260,28 @@ def _smaller(shape: tuple[int, ...], divisor: int) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-CPU_SHAPES = (((4096, 4096), "far larger than any cache"), ((8, 64), "nothing but the cost of a call"))
+LARGE = (4096, 4096), "far larger than any cache"
+SMALL = (((64, 1024), "a small batch"), ((8, 64), "nothing but the cost of a call"))
+CPU_IMAGES = (32, 64, 56, 56), "the second stage of a small ResNet"
+
+
+def cpu_cases(is_quick: bool) -> tuple[BenchCase, ...]:
+    single, half = torch.float32, torch.bfloat16
+    divisor = 8 if is_quick else 1
+    (shape, why), (images, why_images) = LARGE, CPU_IMAGES
+    found = []
+    for direction in (FORWARD, BACKWARD):
+        for workload in (*PLAIN, *(workload for workload, _ in FUSED)):
+            for dtype in (single, half):
+                found.append(BenchCase(workload, direction, _smaller(shape, divisor), dtype, why))
+        for workload in (BATCH, ADD_BATCH_RELU, GROUP, GROUP_SILU):
+            for layout in (NCHW, NHWC):
+                found.append(BenchCase(workload, direction, _smaller(images, divisor), single, why_images, layout))
+        for workload in PLAIN:
+            for small, why_small in SMALL:
+                found.append(BenchCase(workload, direction, small, single, why_small))
+    return tuple(found)
 
 
 def all_cases(device: str, is_quick: bool) -> tuple[BenchCase, ...]:
-    """On a CPU a thirty-second of the size, and two shapes of its own."""
-    elements = ELEMENTS if device == "cuda" else ELEMENTS >> 5
-    cases = grid(elements >> 3 if is_quick else elements)
-    if device == "cpu":
-        cases += tuple(
-            BenchCase(workload, direction, shape, torch.float32, why)
-            for direction in (FORWARD, BACKWARD)
-            for workload in PLAIN
-            for shape, why in CPU_SHAPES
-        )
-    return cases
+    return cpu_cases(is_quick) if device == "cpu" else grid(ELEMENTS >> 3 if is_quick else ELEMENTS)

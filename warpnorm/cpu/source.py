@@ -10,6 +10,7 @@ from warpnorm.cpu.writer import LANES, Writer, renamed
 from warpnorm.problem import ALONG, BY_ROW, COLUMN, GROUP, SCALAR, TILES, BackwardProblem, ForwardProblem, Operand
 
 FLUSHED = 64  # rows whose sum is taken in the dtype of computation
+TOGETHER = 4  # rows that are walked at a time
 
 
 def forward(problem: ForwardProblem) -> str:
@@ -23,6 +24,8 @@ def backward(problem: BackwardProblem) -> str:
 class _Rows(Writer):
     """Walks along rows."""
 
+    kept = "0"  # where what is kept of a row begins
+
     def begin_line(self, names: Sequence[str], written: Sequence[tuple[str, Operand]] = ()) -> None:
         """One piece of a row, or all of it: where its tensors begin, and what is the same along it."""
         if self.problem.has_pieces:
@@ -31,7 +34,7 @@ class _Rows(Writer):
             self.add("const int64_t line = unit * inner_rows + row % inner_rows;")
             self.add("const int64_t kept = piece * cols;")
         else:
-            self.add("{", "const int64_t line = row, kept = 0;")
+            self.add("{", f"const int64_t line = row, kept = {self.kept};")
         drawn = "line" if isinstance(self.problem, ForwardProblem) or self.problem.norm.is_by_channel else "number"
         self.add(f"const int64_t drawn = {drawn};", "(void)line; (void)kept; (void)drawn;")
         for _, name, operand in self.loaded:
@@ -132,8 +135,8 @@ class _Forward(_Rows):
         first += len(outputs)
         self.declare_statistics(first)
         self.add("const int64_t units = rows / pieces;")
-        if norm.is_computed:
-            self.keep_c()
+        if norm.is_computed and self.reads_c is None:
+            self.array("kept_c", "pieces * cols")
         self.add("for (int64_t row = units * part / parts; row < units * (part + 1) / parts; row++) {")
         if norm.is_computed:
             self.statistics()
@@ -228,9 +231,11 @@ class _Backward(_Rows, OfGradients):
         self.declare_sums(problem.reduced, first)
         by_column = [k for k in problem.reduced if problem.gradients[k].axes in (COLUMN, GROUP)]
         scalars = [k for k in problem.reduced if problem.gradients[k].axes == SCALAR]
-        self.keep_c()
+        together = self.together(written, by_column)
+        if self.reads_c is None:
+            self.array("kept_c", f"pieces * cols * {together}")
         if self.keeps_gradient:
-            self.keep("kept_gradient")
+            self.array("kept_gradient", f"pieces * cols * {together}")
         for k in by_column:
             self.array(f"sum{k}", "cols", is_zero=True)
         self.add(*(f"double total_all{k} = 0;" for k in scalars))
@@ -242,10 +247,16 @@ class _Backward(_Rows, OfGradients):
         else:
             self.add("const int64_t units = rows / pieces, group = 0;", "(void)group;")
             self.add("const int64_t first_row = units * part / parts, end_row = units * (part + 1) / parts;")
-        self.add("for (int64_t row = first_row; row < end_row; row++) {")
+        self.add("int64_t next;", "for (int64_t row = first_row; row < end_row; row = next) {")
+        if together > 1:
+            self.add(f"if (row + {together} <= end_row) {{", f"next = row + {together};")
+            self.rows_together(together, written, by_column)
+            self.add("} else {")
+        self.add("next = row + 1;")
         self.row(written, by_column, scalars)
+        self.add(*["}"] * (together > 1))
         for k in by_column:
-            self.flush(k, f"(row + 1 - first_row) % {FLUSHED} == 0 || row + 1 == end_row")
+            self.flush(k, f"(next - first_row) % {FLUSHED} == 0 || next == end_row")
         self.add("}")
         if has_groups:
             self.add("}")
@@ -261,29 +272,31 @@ class _Backward(_Rows, OfGradients):
         self.add(f"if ({when}) {{", f"double *all = partial{k}_p + {home} * cols;", "#pragma omp simd")
         self.add(f"for (int64_t j = 0; j < cols; j++) {{ all[j] += (double)sum{k}[j]; sum{k}[j] = 0; }}", "}")
 
-    def row(self, written: Sequence[tuple[str, Operand]], by_column: Sequence[int], scalars: Sequence[int]) -> None:
-        problem, norm = self.problem, self.problem.norm
+    def together(self, written: Sequence[tuple[str, Operand]], by_column: Sequence[int]) -> int:
+        """How many rows are walked at a time: with several, columns and sums over rows are read and written once for all of
+        them. LayerNorm of 4096 columns: 1.6 ms with four, 2.8 with one."""
+        problem = self.problem
+        tensors = [(name, o) for _, name, o in self.loaded if o.axes in (*TILES, COLUMN)]
+        is_simple = all(len(o.col_strides) == 1 and not self.is_staged(o) for _, o in (*tensors, *written))
+        others = [k for k in problem.reduced if problem.gradients[k].axes != COLUMN]
+        has_sums = any(k not in self.early for k in by_column)
+        can = is_simple and has_sums and not others and problem.has_tasks and not problem.norm.is_by_channel
+        return TOGETHER if can else 1
+
+    def start_row(self) -> None:
         self.add(f"const int64_t number = {self.row_number()};", "(void)number;")
-        if norm.is_computed:
-            self.add(
-                *(f"const {self.type} {name} = {name}_p[number];" for name in norm.statistics if name != "variance")
-            )
-        second = renamed(problem.prologue_vjp, "second_")
-        lines, names = self.c_lines(True)
-        if problem.has_tasks:
-            self.sum_terms(lines, names, [k for k in by_column if k in self.early])
-            lines, names = self.c_again()
-        lines = [*lines, self.xhat(), "(void)xhat;", *self.code(self.first)]
-        lines += [f"const {self.type} from_epilogue{k} = {self.value(v)};" for k, v in enumerate(self.first.outputs)]
-        if self.keeps_gradient:
-            lines[-len(self.first.outputs)] = f"const {self.type} from_epilogue0 = kept_gradient[kept + col];"
-        lines += [f"(void)from_epilogue{k};" for k in range(len(self.first.outputs))]
-        lines += self.grad_c()
-        lines += self.code(second)
-        used = (*names, *self.first.used_inputs, *second.used_inputs)
-        results = self.results(second)
-        for name, operand in written:
-            lines.append(self.store(name, operand, results[int(name.removeprefix("gradient"))]))
+        self.add(*(f"const {self.type} {name} = {name}_p[number];" for name in self.statistics))
+
+    @property
+    def statistics(self) -> list[str]:
+        norm = self.problem.norm
+        return [name for name in norm.statistics if name != "variance"] if norm.is_computed else []
+
+    def row(self, written: Sequence[tuple[str, Operand]], by_column: Sequence[int], scalars: Sequence[int]) -> None:
+        self.start_row()
+        if self.problem.has_tasks:
+            self.sum_terms(by_column)
+        lines, used, results = self.second_walk(written)
         lines += [f"sum{k}[col] += {results[k]};" for k in by_column if k not in self.early]
         scalars, along = ([k for k in of if k not in self.early] for of in (scalars, self.along))
         sums = [f"all{k}" for k in scalars] + [f"along{k}" for k in along]
@@ -294,15 +307,69 @@ class _Backward(_Rows, OfGradients):
         self.add(*(f"partial{k}_p[line] = total_along{k};" for k in along))
         self.add("}")
 
-    def sum_terms(self, lines: Sequence[str], names: Sequence[str], by_column: Sequence[int]) -> None:
+    def rows_together(self, count: int, written: Sequence[tuple[str, Operand]], by_column: Sequence[int]) -> None:
+        """The first walk of each of several rows, and one second walk of all."""
+        lines, used, results = self.second_walk(written)
+        by_row = [(name, o) for _, name, o in self.loaded if name in used and o.axes in BY_ROW]
+        values = [*self.statistics, *self.term_names, *(name for name, o in by_row if o.axes in ALONG)]
+        places = ["drawn", "kept", *(f"{name}_line" for name, _ in (*by_row, *written))]
+        self.add(f"{self.type} {', '.join(f'{name}_of[{count}]' for name in values)};")
+        self.add(f"int64_t {', '.join(f'{name}_of[{count}]' for name in places)};", "const int64_t base = row;")
+        self.add(f"for (int64_t which = 0; which < {count}; which++) {{", "const int64_t row = base + which;")
+        self.kept = "which * cols"
+        self.start_row()
+        self.sum_terms(by_column)
+        self.begin_line(used, written)
+        self.kept = "0"
+        self.add(*(f"{name}_of[which] = {name};" for name in (*values, *places)), "}", "}")
+        columns = [(name, o) for _, name, o in self.loaded if name in used and o.axes == COLUMN]
+        late = [k for k in by_column if k not in self.early]
+        self.add("#pragma omp simd", "for (int64_t j = 0; j < cols; j++) {", "const int64_t col = j;")
+        self.add(*(f"const int64_t {name}_at = 0;" for name, _ in columns))
+        self.add(*(self.load(name, operand, self.at(name, operand)) for name, operand in columns))
+        self.add(*(f"{self.type} sum_of{k} = 0;" for k in late))
+        for which in range(count):
+            self.add("{", *(f"const {self.type} {name} = {name}_of[{which}];" for name in values))
+            self.add(
+                *(f"const int64_t {name} = {name}_of[{which}];" for name in ("drawn", "kept")),
+                "(void)drawn; (void)kept;",
+            )
+            for name, operand in (*by_row, *written):
+                self.add(f"const int64_t {name}_at = {name}_line_of[{which}];", f"(void){name}_at;")
+                if operand.axes in TILES and (name, operand) in by_row:
+                    self.add(self.load(name, operand, self.at(name, operand)))
+            self.add(*lines, *(f"sum_of{k} += {results[k]};" for k in late), "}")
+        self.add(*(f"sum{k}[col] += sum_of{k};" for k in late), "}")
+
+    def second_walk(self, written: Sequence[tuple[str, Operand]]) -> tuple[list[str], tuple[str, ...], list[str]]:
+        """The body, the names that it reads, and the gradients that it gives."""
+        second = renamed(self.problem.prologue_vjp, "second_")
+        lines, names = self.c_again() if self.problem.has_tasks else self.c_lines(True)
+        lines = [*lines, self.xhat(), "(void)xhat;", *self.code(self.first)]
+        lines += [f"const {self.type} from_epilogue{k} = {self.value(v)};" for k, v in enumerate(self.first.outputs)]
+        if self.keeps_gradient:
+            lines[-len(self.first.outputs)] = f"const {self.type} from_epilogue0 = kept_gradient[kept + col];"
+        lines += [f"(void)from_epilogue{k};" for k in range(len(self.first.outputs))]
+        lines += self.grad_c()
+        lines += self.code(second)
+        results = self.results(second)
+        for name, operand in written:
+            lines.append(self.store(name, operand, results[int(name.removeprefix("gradient"))]))
+        return lines, (*names, *self.first.used_inputs, *second.used_inputs), results
+
+    @property
+    def term_names(self) -> list[str]:
+        return ["products", "plain"] if self.problem.norm.is_centered else ["products"]
+
+    def sum_terms(self, by_column: Sequence[int]) -> None:
         """What must be summed over a row before there is a gradient, and the gradients that can be on the way."""
-        norm = self.problem.norm
-        terms = ["products", "plain"] if norm.is_centered else ["products"]
+        norm, terms = self.problem.norm, self.term_names
+        lines, names = self.c_lines(True)
         self.add(f"{self.wide} {', '.join(f'total_{term} = 0' for term in terms)};")
         body = [*lines, self.xhat(), "(void)xhat;", *self.code(self.first)]
         if self.keeps_gradient:
             body.append(f"kept_gradient[kept + col] = {self.value(self.first.outputs[0])};")
-        body += [f"sum{k}[col] += {self.of_epilogue(k)};" for k in by_column]
+        body += [f"sum{k}[col] += {self.of_epilogue(k)};" for k in by_column if k in self.early]
         used = (*names, *self.first.used_inputs)
         if norm.is_by_channel:
             self.open_merged()

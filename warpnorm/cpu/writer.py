@@ -348,14 +348,6 @@ class Writer:
             self.add(f"{TYPES[dtype]} *running{k}_p = ({TYPES[dtype]} *)p[{first + len(names) + k}];")
         self.add(f"const {self.type} eps = ({self.type})r[0];", "(void)eps;")
 
-    def keep_c(self) -> None:
-        if self.reads_c is None:
-            self.keep("kept_c")
-
-    def keep(self, name: str) -> None:
-        """A number for each element of a row."""
-        self.array(name, "pieces * cols")
-
     def array(self, name: str, count: str, is_zero: bool = False) -> None:
         """Memory until the end of the function, which says so if there is none."""
         size = f"(size_t)({count}), sizeof({self.type})"

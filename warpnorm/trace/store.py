@@ -1,5 +1,6 @@
-"""Graphs that were traced before, in the cache folder: to trace takes PyTorch's compiler, which takes a second to import. A
-file holds names and numbers alone; one that is damaged, or says what it may not, is traced anew."""
+"""Graphs of the plain norms that were traced before, in the cache folder: to trace takes PyTorch's compiler, which takes a
+second to import. What a user wrote is captured by it in any case. A file holds names and numbers alone; one that is damaged,
+or says what it may not, is traced anew."""
 
 import hashlib
 import json
@@ -13,16 +14,19 @@ from typing import Any
 
 import torch
 
-import warpnorm
 from warpnorm import settings
 from warpnorm.problem import Graph, Literal, Node, Value
+from warpnorm.trace.expression import Expression
 from warpnorm.trace.operators import C
+from warpnorm.version import VERSION
 
 HERE = Path(__file__).parent
 
 
 def kept(what: tuple[Any, ...], trace: Callable[[], tuple[Graph, ...]]) -> tuple[Graph, ...]:
     """The graphs of `what`, whose text says all that they depend on."""
+    if any(isinstance(part, Expression) for part in what):
+        return trace()
     key = hashlib.sha256("\0".join([*map(repr, what), torch.__version__, _version()]).encode()).hexdigest()[:32]
     path = settings.current().cache_dir / f"graphs_{key}.json"
     try:
@@ -39,7 +43,7 @@ def kept(what: tuple[Any, ...], trace: Callable[[], tuple[Graph, ...]]) -> tuple
 def _version() -> str:
     """Of all that makes graphs."""
     files = [*sorted(HERE.glob("*.py")), HERE.parent / "reference.py"]
-    return warpnorm.__version__ + hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
+    return VERSION + hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
 
 
 def _write(path: Path, text: str) -> None:

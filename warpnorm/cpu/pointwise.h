@@ -55,6 +55,37 @@ INLINE double round_fp16_d(double x) { return round_fp16_f((float)x); }
 INLINE double round_bf16_d(double x) { return round_bf16_f((float)x); }
 INLINE double round_fp32_d(double x) { return (float)x; }
 
+/* 8 bits, rounded to nearest even. TOO_LARGE is what PyTorch makes of a number past the largest e4m3fn */
+
+INLINE float load_e5m2(uint8_t b) { return load_fp16((uint16_t)((uint16_t)b << 8)); }
+INLINE float load_e4m3fn(uint8_t b) {
+    uint32_t sign = ((uint32_t)b & 0x80u) << 24, magnitude = (uint32_t)b & 0x7fu;
+    uint32_t usual = bits_f(from_bits_f(magnitude << 20) * 0x1p120f); /* subnormals too */
+    return from_bits_f((magnitude == 0x7fu ? 0x7fc00000u : usual) | sign);
+}
+INLINE uint8_t store_e5m2(float x) {
+    uint32_t b = bits_f(x), magnitude = b & 0x7fffffffu;
+    uint32_t small = bits_f(from_bits_f(magnitude) + 128.0f) - 0x43000000u; /* whose last bit is worth 2^-16 */
+    uint32_t usual = (magnitude - 0x38000000u + 0xfffffu + ((magnitude >> 21) & 1u)) >> 21;
+    uint32_t code = magnitude < 0x38800000u ? small : usual;
+    code = magnitude >= 0x47800000u ? 0x7cu : code;
+    code = magnitude > 0x7f800000u ? 0x7fu : code;
+    return (uint8_t)(code | (b >> 24 & 0x80u));
+}
+INLINE uint8_t store_e4m3fn(float x) {
+    uint32_t b = bits_f(x), magnitude = b & 0x7fffffffu;
+    uint32_t small = bits_f(from_bits_f(magnitude) + 16384.0f) - 0x46800000u; /* whose last bit is worth 2^-9 */
+    uint32_t usual = (magnitude - 0x3c000000u + 0x7ffffu + ((magnitude >> 20) & 1u)) >> 20;
+    uint32_t code = magnitude < 0x3c800000u ? small : usual;
+    code = magnitude > 0x43e80000u ? TOO_LARGE : code;
+    code = magnitude > 0x7f800000u ? 0x7fu : code;
+    return (uint8_t)(code | (b >> 24 & 0x80u));
+}
+INLINE float round_e4m3fn_f(float x) { return load_e4m3fn(store_e4m3fn(x)); }
+INLINE double round_e4m3fn_d(double x) { return round_e4m3fn_f((float)x); }
+INLINE float round_e5m2_f(float x) { return load_e5m2(store_e5m2(x)); }
+INLINE double round_e5m2_d(double x) { return round_e5m2_f((float)x); }
+
 /* blocks of them, by the processor's own instruction where it has one */
 
 #ifdef __F16C__

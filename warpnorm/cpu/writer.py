@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -30,6 +31,8 @@ TYPES = {
     torch.float32: "float",
     torch.float16: "uint16_t",
     torch.bfloat16: "uint16_t",
+    torch.float8_e4m3fn: "uint8_t",
+    torch.float8_e5m2: "uint8_t",
     torch.bool: "uint8_t",
     torch.uint8: "uint8_t",
     torch.int8: "int8_t",
@@ -37,13 +40,19 @@ TYPES = {
     torch.int32: "int32_t",
     torch.int64: "int64_t",
 }
-HALVES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 BLOCK = 1024  # columns whose sum is taken in the dtype of computation
 LANES = 64
 
 
+@cache
+def too_large() -> int:
+    """What is too large for a float8_e4m3fn is NaN up to PyTorch 2.12, and the largest number from then on."""
+    return int(torch.tensor(1e4).to(torch.float8_e4m3fn).view(torch.uint8))
+
+
 def can_write(problem: Problem) -> bool:
-    """Whether there is C for a problem: no dtype is of eight bits but integers'."""
+    """Whether there is C for all dtypes of a problem."""
     tensors = [*problem.operands, *problem.results]
     if isinstance(problem, BackwardProblem):
         tensors += [*problem.grad_outputs, *problem.gradients]
@@ -145,12 +154,12 @@ class Writer:
             return f"({text} != 0)"
         if not target.is_floating_point:
             return f"((int64_t)({TYPES[target]})({'(int64_t)' * source.is_floating_point}{text}))"
-        if source.is_floating_point and target in HALVES:
-            return f"round_{HALVES[target]}_{self.suffix}({text})"
+        if source.is_floating_point and target in NARROW:
+            return f"round_{NARROW[target]}_{self.suffix}({text})"
         if source.is_floating_point and target == torch.float32 and self.is_double:
             return f"round_fp32_d({text})"
-        if target in HALVES:
-            return f"round_{HALVES[target]}_{self.suffix}(({self.type}){text})"
+        if target in NARROW:
+            return f"round_{NARROW[target]}_{self.suffix}(({self.type}){text})"
         return f"(({self.type}){text})"
 
     # Addresses
@@ -201,15 +210,15 @@ class Writer:
         value = f"{name}_p[{place}]"
         if self.is_staged(operand) and not is_alone:
             value = f"{name}_stage[j - stage]"
-        elif operand.dtype in HALVES:
-            value = f"load_{HALVES[operand.dtype]}({value})"
+        elif operand.dtype in NARROW:
+            value = f"load_{NARROW[operand.dtype]}({value})"
         return f"const {self.type_of(operand.dtype)} {name} = ({self.type_of(operand.dtype)}){value};"
 
     def store(self, name: str, operand: Operand, value: str, place: str = "") -> str:
         if self.is_staged(operand):
             return f"{name}_stage[j - stage] = (float){value};"
-        if operand.dtype in HALVES:
-            value = f"store_{HALVES[operand.dtype]}((float){value})"
+        if operand.dtype in NARROW:
+            value = f"store_{NARROW[operand.dtype]}((float){value})"
         elif operand.dtype == torch.bool:
             value = f"{value} != 0"
         elif not operand.dtype.is_floating_point:
@@ -269,7 +278,7 @@ class Writer:
             # the gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
             self.add('#pragma GCC optimize("fp-contract=off")')
         if "#include" not in "".join(self.lines):
-            self.add('#include "pointwise.h"', "")
+            self.add(f"#define TOO_LARGE {too_large()}u", '#include "pointwise.h"', "")
         self.add(
             f"int {name}(void **p, const int64_t *n, const double *r, int64_t part, int64_t parts) {{",
             "const int64_t rows = n[0], cols = n[1], pieces = n[2], inner_rows = n[3], groups = n[4];",

@@ -1,5 +1,7 @@
 """The time of one call: on a GPU the device's own, by replaying a CUDA graph of several calls; on a CPU wall time."""
 
+import ctypes
+import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -16,7 +18,8 @@ class Timing(NamedTuple):
 
 
 def time_calls(functions: Sequence[Callable[[], Any]], device: str, seconds: float) -> list[Timing]:
-    """Each function for about `seconds`. On a CPU in turns, so that whatever else the machine does meets all alike."""
+    """Each function for about `seconds`. On a CPU in turns, so that whatever else the machine does meets all alike, and each
+    with fresh memory for its results, which for some sizes would hang on who was called before."""
     if device == "cuda":
         return [_device_time(function, seconds) for function in functions]
     for function in functions:
@@ -26,10 +29,18 @@ def time_calls(functions: Sequence[Callable[[], Any]], device: str, seconds: flo
     while len(samples[0]) < 5 or (time.perf_counter() < stop and len(samples[0]) < 1000):
         turns = list(zip(functions, samples, strict=True))
         for function, found in turns if len(samples[0]) % 2 else reversed(turns):  # nobody always comes first
+            _give_memory_back()
             start = time.perf_counter()
             function()
             found.append((time.perf_counter() - start) * 1e3)
     return [Timing(median(found), "wall") for found in samples]
+
+
+def _give_memory_back() -> None:
+    """What the C library keeps of freed memory goes back to the system, where it is GNU's."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+    if trim is not None:
+        trim(0)
 
 
 def _device_time(function: Callable[[], Any], seconds: float) -> Timing:

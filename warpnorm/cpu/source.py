@@ -74,7 +74,9 @@ class _Rows(Writer):
         if not sums and not is_staged:
             self.add("#pragma omp simd", f"for (int64_t j = 0; j < {last}; j++) {{", *inside, "}", "}")
             return
-        is_cheap = not any(f"_{self.suffix}(" in line or "(double)" in line for line in inside)
+        is_wide = any("(double)" in line for line in inside)
+        is_costly = any(f"_{self.suffix}(" in line for line in inside) and not self.problem.is_half
+        is_cheap = not is_wide and not is_costly
         if pivot:
             self.add(
                 "if (seen + waiting == 0) {", "double values = 0;", f"const int64_t few = {last} < 16 ? {last} : 16;"

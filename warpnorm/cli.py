@@ -9,10 +9,11 @@ from rich.console import Console
 
 from warpnorm.bench import cases, report, rivals
 from warpnorm.bench.demo import run_demo
-from warpnorm.bench.run import Run, default_device, run_cases
+from warpnorm.bench.run import Run, default_device, device_name, run_cases
 from warpnorm.version import VERSION
 
 INTERRUPTED = 130
+DTYPES = tuple(cases.DTYPE_NAMES.values())
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,8 +37,16 @@ def _parser() -> argparse.ArgumentParser:
         "--only", metavar="WORD", nargs="+", help="cases whose name holds every word: 'rms backward 4096'"
     )
     bench.add_argument("--rivals", metavar="NAME", nargs="*", help=f"of {', '.join(r.name for r in rivals.ALL)}")
+    bench.add_argument("--shape", metavar="SIZE", nargs="*", help="of these shapes alone: 4096x4096")
+    bench.add_argument("--dtype", nargs="*", choices=DTYPES, help="of these dtypes alone")
     bench.add_argument("--quick", action="store_true", help="an eighth of the size, a fifth of the time")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write the results here")
+    bench.add_argument(
+        "--resume", action="store_true", help="keep what that file has from the same code on this machine"
+    )
+    bench.add_argument(
+        "--fail-below", metavar="RATIO", type=float, help="fail where our speed over the best rival's is less"
+    )
     bench.set_defaults(run=_bench)
     return parser
 
@@ -48,15 +57,46 @@ def _demo(parsed: argparse.Namespace, console: Console) -> int:
 
 def _bench(parsed: argparse.Namespace, console: Console) -> int:
     device = default_device()
-    words = [word for argument in parsed.only or () for word in argument.split()]
-    selected = [case for case in cases.all_cases(device, parsed.quick) if all(word in case.name for word in words)]
-    if not selected:
-        raise ValueError(f"no case holds every one of the words {', '.join(words)}")
-    run = run_cases(selected, rivals.chosen(parsed.rivals), device, console, 0.05 if parsed.quick else 0.25)
+    selected = _selected(parsed, cases.all_cases(device, parsed.quick))
+    if parsed.resume and not parsed.json:
+        raise ValueError("--resume needs --json, the file that has what is done")
+    before = report.read_json(parsed.json, device_name(device)) if parsed.resume else {}
+    seconds = 0.05 if parsed.quick else 0.25
+    run = run_cases(selected, rivals.chosen(parsed.rivals), device, console, seconds, before)
     report.print_bench(run, console)
     if parsed.json:
         report.write_json(run, parsed.json)
-    return _status(run, console)
+    slow = []
+    if parsed.fail_below is not None:
+        ratios = [(result.case.name, report.over_best(result)) for result in run.results]
+        slow = [(name, ratio) for name, ratio in ratios if ratio is not None and ratio < parsed.fail_below]
+        for name, ratio in slow:
+            console.print(f"slow: {name}: {ratio:.2f} of the best rival's speed", style="red")
+    return _status(run, console) or int(bool(slow))
+
+
+def _selected(parsed: argparse.Namespace, every: Sequence[cases.BenchCase]) -> list[cases.BenchCase]:
+    """The cases that hold every word, and one of the shapes and dtypes that were given."""
+    words = [word for argument in parsed.only or () for word in argument.split()]
+    shapes = [_shape(text) for text in parsed.shape or ()]
+    found = [case for case in every if all(word in case.name for word in words)]
+    if not found:
+        raise ValueError(f"no case holds every one of the words {', '.join(words)}")
+    found = [case for case in found if not parsed.dtype or cases.DTYPE_NAMES[case.dtype] in parsed.dtype]
+    if not found:
+        raise ValueError(f"no such case has a dtype of {', '.join(parsed.dtype)}")
+    known = sorted({case.size.replace(" ", "") for case in found})
+    found = [case for case in found if not shapes or case.shape in shapes]
+    if not found:
+        raise ValueError(f"no such case has a shape of {', '.join(parsed.shape)}; there are {', '.join(known)}")
+    return found
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = text.lower().replace(" ", "").split("x")
+    if not all(size.isdigit() for size in sizes):
+        raise ValueError(f"{text!r} is no shape; one is written like 4096x4096")
+    return tuple(map(int, sizes))
 
 
 def _status(run: Run, console: Console) -> int:

@@ -4,7 +4,7 @@ launches and the bytes that they move, and on request what the compiled code hol
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -22,6 +22,7 @@ from warpnorm.problem import NUMBER, TILES, BackwardProblem, Call, ForwardProble
 from warpnorm.space import Space
 
 DEFAULT_TARGET = "sm_90"
+NATIVE = "as native code on the CPU"
 LAST_TASKS = ", last tasks"  # of pattern `column`, where they have a kernel of their own
 
 
@@ -29,7 +30,7 @@ LAST_TASKS = ", last tasks"  # of pattern `column`, where they have a kernel of 
 class Direction:
     """Forward or backward: the problem, the plan with its reason, generated source, launches as (kernel, grid), the bytes
     that they move and the least that any way would have to (every tensor read or written once). `listings` holds what the
-    compiled code of each kernel contains, where that was asked for."""
+    compiled code of each kernel contains, where that was asked for. `native` is the C that runs instead on a CPU."""
 
     problem: ForwardProblem | BackwardProblem
     plan: Plan
@@ -38,6 +39,7 @@ class Direction:
     bytes_moved: int
     least_bytes: int
     listings: dict[str, Any]
+    native: str = ""  # C, where native code runs it
 
     def lines(self) -> list[str]:
         plan = self.plan
@@ -85,9 +87,10 @@ class Explanation:
                 lines += ["", title, *(f"  {line}" for line in direction.lines())]
         if self.backward is None:
             lines += ["", "backward   no tensor requires a gradient"]
-        lines += ["", "source of forward", "", self.forward.source]
-        if self.backward is not None:
-            lines += ["", "source of backward", "", self.backward.source]
+        for title, direction in (("forward", self.forward), ("backward", self.backward)):
+            if direction is not None:
+                kind = "C" if direction.native else "source"
+                lines += ["", f"{kind} of {title}", "", direction.native or direction.source]
         return "\n".join(lines)
 
 
@@ -145,6 +148,14 @@ def _explanation(
         backward = _backward(
             *pipeline.backward_problem(call, (*views, *grads), given, wanted), views, grads, device, asm
         )
+    forward = _forward(problem, space, views, outputs, device, asm)
+    route = _route(tensors, device_at_hand, call)
+    if route == NATIVE:
+        why = pipeline.refusal(call, (*views, *outputs))
+        route = f"as plain PyTorch, because native code does not do it: {why}" if why else route
+    if route == NATIVE:
+        forward = replace(forward, native=pipeline.native_text(problem))
+        backward = backward and replace(backward, native=pipeline.native_text(backward.problem))
     names = [*prepared.captured.names, *["seed", "offset"] * prepared.captured.draws]
     described = tuple(
         f"{name}: {'x'.join(map(str, view.shape)) or 'scalar'} {str(view.dtype).removeprefix('torch.')}, {operand.axes}"
@@ -157,9 +168,9 @@ def _explanation(
         epilogue=_readable(str(call.epilogue), names),
         operands=described,
         outputs=call.outputs,
-        route=_route(tensors, device_at_hand, call),
+        route=route,
         target=shown,
-        forward=_forward(problem, space, views, outputs, device, asm),
+        forward=forward,
         backward=backward,
     )
 
@@ -177,7 +188,7 @@ def _route(tensors: Sequence[torch.Tensor], device: torch.device, call: Call) ->
     if route == "kernels":
         return "as one kernel forward"
     if route == "native":
-        return "as native code on the CPU"
+        return NATIVE
     if settings.current().route == "reference":
         return "as plain PyTorch, because the setting WARPNORM_ROUTE is reference"
     why = "its tensors have no elements" if leader(tensors).numel() == 0 else f"its tensors are on {device}"

@@ -123,6 +123,20 @@ def _takes(call: Call, views: tuple[View, ...]) -> bool:
     return can_write(forward_problem(call, views)[0])
 
 
+def refusal(call: Call, views: tuple[View, ...]) -> str:
+    """Why the compiler does not build a call, if it does not; `views` are those of the operands, then of the outputs."""
+    if not _takes(call, views):
+        return "there is no C for one of its dtypes"
+    return getattr(prepare_forward(call, views, torch.device("cpu"), None), "why", "")
+
+
+def native_text(problem: ForwardProblem | BackwardProblem) -> str:
+    """The C that runs a problem on a CPU."""
+    from warpnorm.cpu import run
+
+    return run.text_of(problem)
+
+
 def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
     """Whether something traces or transforms the call, which sees PyTorch's operators only: compilers, `torch.func`,
     forward-mode gradients, dispatch modes, subclasses that may have no memory of their own."""

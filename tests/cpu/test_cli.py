@@ -232,3 +232,56 @@ def test_large_cases_are_checked_at_both_ends(
             return workload.function(*operands) * scale[: operands[0].shape[0]]
 
         assert subject.error(wrong_at) > 1e-4
+
+
+def bench_with(path: Path, *more: str) -> int:
+    return main(["bench", "--only", "rms_norm forward", "--rivals", "eager", "--json", str(path), *more])
+
+
+def test_a_finished_run_is_not_measured_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("warpnorm.bench.report._commit", lambda: "abc")
+    path = tmp_path / "results.json"
+    assert bench_with(path, "--dtype", "fp32") == 0
+    (first,) = json.loads(path.read_text())["results"]
+    assert first["name"].startswith("rms_norm forward")
+    first["measurements"][0]["ms"] = 12345.0
+    path.write_text(json.dumps({**json.loads(path.read_text()), "results": [first]}))
+    assert bench_with(path, "--resume") == 0
+    results = json.loads(path.read_text())["results"]
+    assert len(results) > 1
+    assert [r["measurements"][0]["ms"] for r in results if r["name"] == first["name"]] == [12345.0]
+    assert all(r["measurements"][0]["ms"] == 1.0 for r in results if r["name"] != first["name"])
+    monkeypatch.setattr("warpnorm.bench.report._commit", lambda: "def")
+    assert bench_with(path, "--resume") == 0
+    assert all(r["measurements"][0]["ms"] == 1.0 for r in json.loads(path.read_text())["results"]), (
+        "of other code: anew"
+    )
+    assert {"commit", "date", "machine", "device", "torch"} <= set(json.loads(path.read_text()))
+
+
+def test_a_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = {0: 1.0, 1: 0.9}  # ours, eager
+    monkeypatch.setattr(run, "time_calls", lambda f, d, s: [Timing(times[k], "wall") for k in range(len(f))])
+    path = tmp_path / "results.json"
+    assert bench_with(path, "--fail-below", "0.8") == 0
+    assert bench_with(path, "--fail-below", "0.95") == 1
+    assert "0.90 of the best rival's speed" in capsys.readouterr().out
+
+
+def test_shapes_and_dtypes_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "results.json"
+    assert bench_with(path, "--shape", "32X4096", "64 x 2048", "--dtype", "bf16") == 0
+    found = {(*r["shape"], r["dtype"]) for r in json.loads(path.read_text())["results"]}
+    assert found == {(64, 2048, "bf16"), (32, 4096, "bf16")}
+    capsys.readouterr()
+    for arguments, said in (
+        (("--shape", "3x3"), "there are"),
+        (("--shape", "wide"), "4096x4096"),
+        (("--dtype", "fp64"), "no such case has a dtype of fp64"),
+    ):
+        assert bench_with(path, *arguments) == 2
+        assert said in capsys.readouterr().out
+    assert main(["bench", "--resume"]) == 2
+    assert "--resume needs --json" in capsys.readouterr().out

@@ -196,6 +196,19 @@ def test_a_compiler_that_refuses_a_call(said: str, monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
 
 
+def test_explain_says_what_runs(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    x, r, w = (t.requires_grad_() for t in operands(40))
+    found = warpnorm.explain(fused, x, r, w)
+    assert found.route == "as native code on the CPU"
+    assert "C of forward" in str(found)
+    assert "C of backward" in str(found)
+    build_otherwise(monkeypatch, lambda text: "#error for once\n" + text)
+    refused = warpnorm.explain(fused, x, r, w)
+    assert refused.route.startswith("as plain PyTorch, because native code does not do it")
+    assert "for once" in refused.route
+    assert "C of forward" not in str(refused)
+
+
 def test_no_memory(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
     change = '#include "pointwise.h"\nstatic void *none(size_t size) { return 0; }\n'
     build_otherwise(

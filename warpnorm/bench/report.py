@@ -1,7 +1,10 @@
 """Tables for people and result files for documents."""
 
 import json
+import os
 import platform
+import subprocess
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +79,15 @@ def _cell(result: CaseResult, rival: str) -> str:
 
 
 def _over_best(result: CaseResult) -> str:
+    ratio = over_best(result)
+    return "-" if ratio is None else f"{ratio:.2f}x"
+
+
+def over_best(result: CaseResult) -> float | None:
+    """Our speed over that of the best rival, where there are both."""
     ours = result.by(OURS.name)
-    timed = [m for m in result.measurements if m.rival != OURS.name and m.ms is not None]
-    if not timed:
-        return "-"
-    return _speedup(ours, min(timed, key=lambda m: m.ms or 0.0))
+    timed = [m.ms for m in result.measurements if m.rival != OURS.name and m.ms is not None]
+    return min(timed) / ours.ms if timed and ours is not None and ours.ms is not None else None
 
 
 def _number(measurement: Measurement | None, name: str, spec: str) -> str:
@@ -107,16 +114,66 @@ def write_json(run: Run, path: Path) -> None:
 
 def _record(run: Run) -> dict[str, Any]:
     return {
-        "warpnorm": VERSION,
-        "torch": torch.__version__,
-        "triton": _triton_version(),
-        "python": platform.python_version(),
-        "device": run.device_name,
+        **head(run.device_name),
         "copy_bandwidth": run.copy_bandwidth,
         "missing": run.missing,
         "is_interrupted": run.is_interrupted,
         "results": [result.record() for result in run.results],
     }
+
+
+def head(device_name: str) -> dict[str, Any]:
+    """What was measured, on what, and when."""
+    return {
+        "warpnorm": VERSION,
+        "commit": _commit(),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "torch": torch.__version__,
+        "triton": _triton_version(),
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "machine": _machine(),
+        "device": device_name,
+    }
+
+
+def read_json(path: Path, device_name: str) -> dict[str, dict[str, Any]]:
+    """The results of an earlier run of the same code on the same machine, by the names of their cases; otherwise none."""
+    try:
+        written = json.loads(path.read_text())
+        now = head(device_name)
+        is_same = all(written[key] == now[key] for key in now if key != "date") and now["commit"] is not None
+        return {record["name"]: record for record in written["results"]} if is_same else {}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _commit() -> str | None:
+    """Of the checkout that this is, if it is one; with a mark where files differ from it."""
+    folder = Path(__file__).parent
+    try:
+        commands = (
+            ["git", "rev-parse", "--short", "HEAD"],
+            ["git", "status", "--porcelain", "--untracked-files=no", "."],
+        )
+        commit, changes = (
+            subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+            for command in commands
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return commit + " and changes" * bool(changes)
+
+
+def _machine() -> str:
+    """The processor and how many of them there are."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {os.cpu_count()} processors"
 
 
 def _triton_version() -> str | None:

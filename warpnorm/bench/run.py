@@ -1,7 +1,7 @@
 """Cases x rivals, one after another: first the check, then the clock. A case that raises is a row that says so, never the
 end of the run; an interrupt keeps what is done."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,9 +37,15 @@ class CaseResult:
     def by(self, rival: str) -> Measurement | None:
         return next((m for m in self.measurements if m.rival == rival), None)
 
+    @staticmethod
+    def of(case: BenchCase, record: dict[str, Any]) -> "CaseResult":
+        """What was measured before."""
+        return CaseResult(case, [Measurement(**measurement) for measurement in record["measurements"]])
+
     def record(self) -> dict[str, Any]:
         case = self.case
-        head: dict[str, Any] = {"norm": case.workload.name, "direction": case.direction, "shape": list(case.shape)}
+        head: dict[str, Any] = {"name": case.name, "norm": case.workload.name, "direction": case.direction}
+        head["shape"] = list(case.shape)
         head |= {"layout": case.layout, "dtype": DTYPE_NAMES[case.dtype], "least_bytes": case.least_bytes}
         head |= {"why": case.why}
         return head | {"measurements": [asdict(m) for m in self.measurements]}
@@ -71,8 +77,14 @@ def device_name(device: str) -> str:
 
 
 def run_cases(
-    cases: Sequence[BenchCase], rivals: Sequence[Rival], device: str, console: Console, seconds: float
+    cases: Sequence[BenchCase],
+    rivals: Sequence[Rival],
+    device: str,
+    console: Console,
+    seconds: float,
+    before: Mapping[str, dict[str, Any]] | None = None,
 ) -> Run:
+    """`before` holds what was measured already, by the names of cases, and is not measured again."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -89,6 +101,10 @@ def run_cases(
         try:
             for case in cases:
                 progress.update(task, description=case.name)
+                if before and case.name in before:
+                    run.results.append(CaseResult.of(case, before[case.name]))
+                    progress.advance(task, len(contenders))
+                    continue
                 result = _run_case(case, contenders, run, seconds, lambda part: progress.advance(task, part))
                 run.results.append(result)
         except KeyboardInterrupt:

@@ -5,7 +5,7 @@ walked. `merge`: those of all parts, and of all lines of a row. `last`: results,
 from collections.abc import Sequence
 
 from warpnorm.cpu.gradients import OfGradients
-from warpnorm.cpu.writer import Writer, renamed
+from warpnorm.cpu.writer import Writer, laid_out, renamed
 from warpnorm.problem import ALONG, BY_ROW, COLUMN, TILES, BackwardProblem, ForwardProblem, Operand, Stride
 
 BLOCK_COLS = 64
@@ -19,7 +19,7 @@ def forward(problem: ForwardProblem) -> str:
         writer.statistics()
         writer.merge()
     writer.results()
-    return "\n".join(writer.lines) + "\n"
+    return laid_out(writer.lines)
 
 
 def backward(problem: BackwardProblem) -> str:
@@ -28,7 +28,7 @@ def backward(problem: BackwardProblem) -> str:
         writer.line_sums()
         writer.merge()
     writer.last()
-    return "\n".join(writer.lines) + "\n"
+    return laid_out(writer.lines)
 
 
 class _Across(Writer):

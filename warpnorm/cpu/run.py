@@ -30,21 +30,31 @@ def _function(text: str, name: str) -> int:
     return address
 
 
+def text_of(problem: ForwardProblem | BackwardProblem) -> str:
+    """The C that runs a problem."""
+    module = across if _is_across(problem) else source
+    return module.forward(problem) if isinstance(problem, ForwardProblem) else module.backward(problem)
+
+
+def _is_across(problem: ForwardProblem | BackwardProblem) -> bool:
+    return problem.norm.is_by_channel and is_across(problem)
+
+
 def prepare_forward(problem: ForwardProblem, space: Space, eps: float) -> "NativeForward | AcrossForward":
-    if problem.norm.is_by_channel and is_across(problem):
-        text = across.forward(problem)
+    text = text_of(problem)
+    if _is_across(problem):
         first, merge = (_function(text, name) if problem.norm.is_computed else 0 for name in ("first", "merge"))
         return AcrossForward(problem, space, first, merge, _function(text, "last"), eps)
-    return NativeForward(problem, space, _function(source.forward(problem), "forward"), eps)
+    return NativeForward(problem, space, _function(text, "forward"), eps)
 
 
 def prepare_backward(problem: BackwardProblem, space: Space) -> "NativeBackward | AcrossBackward":
-    if problem.norm.is_by_channel and is_across(problem):
-        text = across.backward(problem)
+    text = text_of(problem)
+    if _is_across(problem):
         first, merge = (_function(text, name) if problem.has_tasks else 0 for name in ("first", "merge"))
         sums = len(along.sums(problem).summands)
         return AcrossBackward(problem, space, first, merge, _function(text, "last"), sums)
-    return NativeBackward(problem, space, _function(source.backward(problem), "backward"))
+    return NativeBackward(problem, space, _function(text, "backward"))
 
 
 @dataclass(frozen=True)

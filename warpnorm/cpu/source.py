@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from warpnorm.cpu.gradients import OfGradients, is_costly
-from warpnorm.cpu.writer import LANES, Writer, renamed
+from warpnorm.cpu.writer import LANES, Writer, laid_out, renamed
 from warpnorm.problem import ALONG, BY_ROW, COLUMN, GROUP, SCALAR, TILES, BackwardProblem, ForwardProblem, Operand
 
 FLUSHED = 64  # rows whose sum is taken in the dtype of computation
@@ -154,7 +154,7 @@ class _Forward(_Rows):
         self.walk(names, lines, written=outputs)
         self.add("}", "}")
         self.end()
-        return "\n".join(self.lines) + "\n"
+        return laid_out(self.lines)
 
     def statistics(self) -> None:
         norm = self.problem.norm
@@ -266,7 +266,7 @@ class _Backward(_Rows, OfGradients):
             if k not in self.early or not norm.is_by_channel:
                 self.add(f"partial{k}_p[part] = total_all{k};")
         self.end()
-        return "\n".join(self.lines) + "\n"
+        return laid_out(self.lines)
 
     def flush(self, k: int, when: str) -> None:
         """Sums over rows: of a few in the dtype of computation, of all in double precision."""

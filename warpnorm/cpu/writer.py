@@ -78,6 +78,16 @@ def renamed(graph: Graph, prefix: str) -> Graph:
     return replace(graph, nodes=nodes, outputs=tuple(map(of, graph.outputs)))
 
 
+def laid_out(lines: Sequence[str]) -> str:
+    """The text, with what is inside of braces moved in."""
+    depth, found = 0, []
+    for line in lines:
+        depth -= line.startswith("}")
+        found.append(line if line.startswith("#") else "    " * depth + line)
+        depth += line.count("{") - line.count("}") + line.startswith("}")
+    return "\n".join(found) + "\n"
+
+
 class Writer:
     """What both directions share. Numbers that a function is called with: rows, columns, pieces of a row, lines between
     them, groups, then the sizes of axes, strides, and integers among the operands."""

@@ -1,4 +1,4 @@
-"""The command line: `warpnorm demo` and `warpnorm bench`, also as `python -m warpnorm`."""
+"""The command line: `warpnorm demo`, `bench`, `explain` and `check`, also as `python -m warpnorm`."""
 
 import argparse
 import sys
@@ -7,9 +7,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from warpnorm.bench import cases, report, rivals
+from warpnorm.bench import cases, inside, report, rivals
 from warpnorm.bench.demo import run_demo
 from warpnorm.bench.run import Run, default_device, device_name, run_cases
+from warpnorm.plan import device as devices
 from warpnorm.version import VERSION
 
 INTERRUPTED = 130
@@ -48,6 +49,19 @@ def _parser() -> argparse.ArgumentParser:
         "--fail-below", metavar="RATIO", type=float, help="fail where our speed over the best rival's is less"
     )
     bench.set_defaults(run=_bench)
+    explain = commands.add_parser(
+        "explain", help="show what a norm becomes: graph, plan and why, source, launches, bytes"
+    )
+    explain.add_argument("norm", choices=inside.WORKLOADS, metavar="NORM", help=f"one of {', '.join(inside.WORKLOADS)}")
+    explain.add_argument("--shape", metavar="SIZE", default="8192x4096", help="8192x4096, or 8x64x56x56 of images")
+    explain.add_argument("--dtype", choices=DTYPES, default="bf16")
+    explain.add_argument("--layout", choices=("nchw", "nhwc"), default="nchw", help="how images lie in memory")
+    explain.add_argument("--backward", action="store_true", help="also what becomes of its gradients")
+    explain.add_argument("--target", choices=devices.KNOWN, help="the GPU to plan for, which need not be here")
+    explain.add_argument("--asm", action="store_true", help="also compile, and count what is in the code")
+    explain.set_defaults(run=_explain)
+    check = commands.add_parser("check", help="what is installed and works here: a page to paste into a bug report")
+    check.set_defaults(run=_check)
     return parser
 
 
@@ -73,6 +87,25 @@ def _bench(parsed: argparse.Namespace, console: Console) -> int:
         for name, ratio in slow:
             console.print(f"slow: {name}: {ratio:.2f} of the best rival's speed", style="red")
     return _status(run, console) or int(bool(slow))
+
+
+def _explain(parsed: argparse.Namespace, console: Console) -> int:
+    shape = _shape(parsed.shape)
+    found = inside.explained(
+        parsed.norm, shape, parsed.dtype, parsed.layout, parsed.backward, parsed.target, parsed.asm
+    )
+    console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _check(parsed: argparse.Namespace, console: Console) -> int:
+    is_right = True
+    for name, found, is_fine in inside.findings():
+        console.print(
+            f"{name:14s} {found}", markup=False, highlight=False, soft_wrap=True, style=None if is_fine else "red"
+        )
+        is_right &= is_fine
+    return 0 if is_right else 1
 
 
 def _selected(parsed: argparse.Namespace, every: Sequence[cases.BenchCase]) -> list[cases.BenchCase]:

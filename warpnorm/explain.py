@@ -114,7 +114,7 @@ def explain(
     else:
         shown = target or DEFAULT_TARGET
         device = devices.KNOWN[shown]
-    return _explanation(fused, prepared, request.tensors, device, shown, device_at_hand, asm)
+    return _explanation(fused, prepared, request.tensors, device, shown, device_at_hand, asm, target is None)
 
 
 def _fused(function: Callable[..., Any]) -> tuple[Fused, Any]:
@@ -132,6 +132,7 @@ def _explanation(
     shown: str,
     device_at_hand: torch.device,
     asm: bool,
+    is_here: bool,
 ) -> Explanation:
     call, operands = arrange(prepared, tensors)
     views = [View.of(operand) for operand in operands] + [View.of(0)] * (2 * prepared.captured.draws)
@@ -153,7 +154,7 @@ def _explanation(
     if route == NATIVE:
         why = pipeline.refusal(call, (*views, *outputs))
         route = f"as plain PyTorch, because native code does not do it: {why}" if why else route
-    if route == NATIVE:
+    if route == NATIVE and is_here:  # not where a GPU was asked for
         forward = replace(forward, native=pipeline.native_text(problem))
         backward = backward and replace(backward, native=pipeline.native_text(backward.problem))
     names = [*prepared.captured.names, *["seed", "offset"] * prepared.captured.draws]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from warpnorm import pipeline
-from warpnorm.bench import cases, check, demo, rivals, run
+from warpnorm.bench import cases, check, demo, inside, rivals, run
 from warpnorm.bench.cases import BACKWARD, BATCH, FORWARD, GROUP, INSTANCE, NC, NCHW, NHWC, BenchCase, Workload
 from warpnorm.bench.timing import Timing
 from warpnorm.cli import main
@@ -285,3 +285,47 @@ def test_shapes_and_dtypes_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
         assert said in capsys.readouterr().out
     assert main(["bench", "--resume"]) == 2
     assert "--resume needs --json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("norm", inside.WORKLOADS)
+def test_explain_every_norm(norm: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = "4x32x5x6" if inside.WORKLOADS[norm].parameter_dim == 1 else "6x2000"
+    assert main(["explain", norm, "--shape", shape, "--dtype", "fp16", "--backward", "--target", "sm_80"]) == 0
+    printed = capsys.readouterr().out
+    for part in ("prologue", "plan ", "launch ", "memory ", "source of forward", "source of backward", "sm_80"):
+        assert part in printed
+    assert "C of" not in printed
+
+
+def test_explain_shows_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "rms_norm", "--shape", "6x2000"]) == 0
+    assert ("C of forward" if pipeline.has_compiler() else "as plain PyTorch") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["layer_norm", "--shape", "2000y"], "4096x4096"),
+        (["group_norm", "--shape", "4x31x5"], "do not divide 31 channels"),
+        (["batch_norm", "--shape", "8"], "needs a shape with channels"),
+        (["batch_norm", "--shape", "8x8", "--layout", "nhwc"], "channels last is for shapes such as"),
+    ],
+)
+def test_explain_refuses_in_a_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *arguments]) == 2
+    assert said in capsys.readouterr().out
+
+
+def test_check_is_a_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    printed = capsys.readouterr().out
+    for name in ("warpnorm", "Python", "PyTorch", "Triton", "native code", "cache folder"):
+        assert f"\n{name} " in f"\n{printed}"
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("nothing works")
+
+    if pipeline.has_compiler():
+        monkeypatch.setattr(inside.functional, "layer_norm", fail)
+        assert main(["check"]) == 1
+        assert "native code    RuntimeError: nothing works" in capsys.readouterr().out

@@ -63,6 +63,11 @@ def why_not() -> str:
     return ""
 
 
+def version() -> str:
+    """What the compiler says of itself, in a line."""
+    return (_version().splitlines() or ["?"])[0]
+
+
 @cache
 def pool() -> Any:
     """`run(function, pointers, numbers, reals, parts)` of pool.c."""

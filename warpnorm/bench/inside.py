@@ -1,0 +1,113 @@
+"""Commands to look inside: what a norm becomes, and what works on this machine."""
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from warpnorm import functional, pipeline, settings
+from warpnorm.bench import cases
+from warpnorm.bench.cases import DTYPE_NAMES, NHWC, Workload
+from warpnorm.explain import Explanation, explain
+from warpnorm.problem import compute_dtype
+from warpnorm.version import VERSION
+
+WORKLOADS: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        cases.LAYER, cases.RMS, cases.BATCH, cases.GROUP, cases.INSTANCE, cases.ADD_RMS, cases.SWISH_LAYER, cases.GELU_RMS,
+        cases.GROUP_SILU, cases.ADD_BATCH_RELU,
+    )
+}  # fmt: skip
+
+
+def explained(
+    name: str, shape: tuple[int, ...], dtype: str, layout: str, backward: bool, target: str | None, asm: bool
+) -> Explanation:
+    """A named workload on tensors that are never filled."""
+    workload = WORKLOADS[name]
+    is_by_channel = workload.parameter_dim == 1
+    if is_by_channel and len(shape) < 2:
+        raise ValueError(f"{name} needs a shape with channels, such as 8x64x56x56")
+    if workload in (cases.GROUP, cases.GROUP_SILU) and shape[1] % cases.NUM_GROUPS:
+        raise ValueError(f"{name} has {cases.NUM_GROUPS} groups here, which do not divide {shape[1]} channels")
+    if layout == NHWC and len(shape) != 4:
+        raise ValueError(f"channels last is for shapes such as 8x64x56x56, not {'x'.join(map(str, shape))}")
+    of_full = next(key for key, value in DTYPE_NAMES.items() if value == dtype)
+    of_vectors = compute_dtype([of_full]) if workload.keeps_precision else of_full
+    memory = torch.channels_last if layout == NHWC else torch.contiguous_format
+    full = [torch.empty(shape, dtype=of_full, memory_format=memory) for _ in range(workload.full)]
+    vectors = [torch.empty(shape[workload.parameter_dim], dtype=of_vectors) for _ in range(workload.parameters)]
+    if backward:
+        full, vectors = ([tensor.requires_grad_() for tensor in tensors] for tensors in (full, vectors))
+    buffers = [torch.zeros(shape[workload.parameter_dim], dtype=of_vectors) for _ in range(workload.buffers)]
+    return explain(workload.function, *full, *vectors, *buffers, target=target, asm=asm)
+
+
+def findings() -> Iterator[tuple[str, str, bool]]:
+    """What there is, what was found, and whether that is as it should be."""
+    yield "warpnorm", VERSION, True
+    yield "Python", f"{platform.python_version()} on {platform.platform()}", True
+    yield "PyTorch", f"{torch.__version__}, {torch.get_num_threads()} threads", True
+    yield "Triton", _triton(), True
+    yield "route", settings.current().route, True
+    yield from _native()
+    yield from _gpus()
+    yield "cache folder", _cache(settings.current().cache_dir), True
+
+
+def _triton() -> str:
+    if not pipeline.has_triton():
+        return "not installed: GPUs run PyTorch's own operators"
+    import triton
+
+    return str(triton.__version__)
+
+
+def _native() -> Iterator[tuple[str, str, bool]]:
+    from warpnorm.cpu import build
+
+    if not pipeline.has_compiler():
+        yield "native code", f"none, {pipeline.why_no_compiler()}: CPUs run PyTorch's own operators", True
+        return
+    yield "C compiler", f"{build.compiler()}, {build.version()}", True
+    yield "native code", *_tried("cpu", "native")
+
+
+def _gpus() -> Iterator[tuple[str, str, bool]]:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        yield "GPU", "none", True
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        yield f"GPU {index}", f"{properties.name}, {memory}, {properties.multi_processor_count} units", True
+        if pipeline.has_triton():
+            yield f"kernels on {index}", *_tried(f"cuda:{index}", "kernels")
+
+
+def _tried(device: str, route: str) -> tuple[str, bool]:
+    """layer_norm there, forward and backward, against PyTorch's."""
+    x = torch.randn(16, 2048, device=device, requires_grad=True)
+    try:
+        with settings.override(route=route):
+            output = functional.layer_norm(x, 2048)
+            found = (output, *torch.autograd.grad(output, x, x.detach()))
+        expected = F.layer_norm(x, (2048,))
+        for a, b in zip(found, (expected, *torch.autograd.grad(expected, x, x.detach())), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    except Exception as error:  # whatever it is belongs on the page
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", False
+    return "builds and runs, forward and backward", True
+
+
+def _cache(folder: Path) -> str:
+    try:
+        sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
+    except FileNotFoundError:
+        return f"{folder}, not there yet"
+    except OSError as error:
+        return f"{folder}: {error}"
+    return f"{folder}, {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"

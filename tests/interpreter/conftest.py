@@ -1,5 +1,6 @@
 """Every kernel on the CPU, by Triton's interpreter: run with TRITON_INTERPRET=1, which must be set before Triton is
-imported. Memory is poisoned with NaN, and the kernels are forced."""
+imported. Memory is poisoned with NaN, and the kernels are forced. A run has every second of the contracts' cases;
+WARPNORM_TEST_ALL=1 has all."""
 
 import threading
 from collections.abc import Iterator
@@ -8,10 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from selection import select
 from warpnorm import settings
 
 if not settings.is_interpreting():
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select(config, items, "interpreter", ("test_contracts.py", "test_channels.py"), one_in=2)
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 Nearly every case is compiled, so that a run has an eighth of the contracts' cases; WARPNORM_TEST_ALL=1 has all."""
 
-import os
-import zlib
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from selection import select
 from warpnorm import settings
 from warpnorm.cpu import build, fallback
 
@@ -16,13 +15,21 @@ if not build.is_there() or settings.is_interpreting():
     collect_ignore_glob = ["test_*.py"]
 
 
+CONTRACTS = ("test_contracts.py", "test_channels.py")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if os.environ.get("WARPNORM_TEST_ALL") == "1":
-        return
-    ours = [item for item in items if "/native/" in str(item.path) and item.path.name != "test_native.py"]
-    left_out = {item for item in ours if zlib.crc32(item.nodeid.encode()) % 8}
-    config.hook.pytest_deselected(items=list(left_out))
-    items[:] = [item for item in items if item not in left_out]
+    select(config, items, "native", CONTRACTS, one_in=8)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Two workers share two cores, and the contracts' cases are too small for a second thread."""
+    before = torch.get_num_threads()
+    if request.path.name in CONTRACTS:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

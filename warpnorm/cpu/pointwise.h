@@ -121,10 +121,8 @@ INLINE void unstage_fp16(uint16_t *to, const float *from, int64_t count) {
 
 /* float */
 
-INLINE float exp_f(float x) {
-    float y = x > 89.0f ? 89.0f : x;
-    y = y < -104.0f ? -104.0f : y;
-    float n = rintf(y * 1.44269504f);
+/* e^r of -ln(2)/2 <= r <= ln(2)/2, where y = r + n ln(2) */
+INLINE float exp_rest_f(float y, float n) {
     float r = fmaf(n, -0.693145752f, y);
     r = fmaf(n, -1.42860677e-6f, r);
     float p = 1.37805939e-3f;
@@ -133,10 +131,17 @@ INLINE float exp_f(float x) {
     p = fmaf(p, r, 1.66664720e-1f);
     p = fmaf(p, r, 4.99999851e-1f);
     p = fmaf(p, r, 1.0f);
-    p = fmaf(p, r, 1.0f);
+    return fmaf(p, r, 1.0f);
+}
+INLINE float power_of_two_f(int32_t n) { return from_bits_f((uint32_t)(n + 127) << 23); }
+INLINE float exp_f(float x) {
+    float y = x > 89.0f ? 89.0f : x;
+    y = y < -104.0f ? -104.0f : y;
+    float n = rintf(y * 1.44269504f);
+    float p = exp_rest_f(y, n);
     int32_t whole = (int32_t)n, half = whole >> 1; /* in two steps: the result may be subnormal, or infinite */
-    p *= from_bits_f((uint32_t)(half + 127) << 23);
-    return p * from_bits_f((uint32_t)(whole - half + 127) << 23);
+    p *= power_of_two_f(half);
+    return p * power_of_two_f(whole - half);
 }
 /* 1 / d of 1 <= d < 2^126: a first guess is off by an eighth, each step cubes that; a division takes twice as long */
 INLINE float inverse_f(float d) {
@@ -148,7 +153,9 @@ INLINE float inverse_f(float d) {
 }
 INLINE float sigmoid_f(float x) {
     float y = x < -87.0f ? -87.0f : x;
-    float r = inverse_f(1.0f + exp_f(-y));
+    y = y > 87.0f ? 87.0f : y; /* past these there is nothing to see but zero and one */
+    float n = rintf(y * -1.44269504f);
+    float r = inverse_f(fmaf(exp_rest_f(-y, n), power_of_two_f((int32_t)n), 1.0f));
     return x < -88.0f ? 0.0f : r;
 }
 INLINE float tanh_f(float x) {

@@ -74,9 +74,7 @@ class _Rows(Writer):
         if not sums and not is_staged:
             self.add("#pragma omp simd", f"for (int64_t j = 0; j < {last}; j++) {{", *inside, "}", "}")
             return
-        is_wide = any("(double)" in line for line in inside)
-        is_costly = any(f"_{self.suffix}(" in line for line in inside) and not self.problem.is_half
-        is_cheap = not is_wide and not is_costly
+        is_narrow = not any("(double)" in line for line in inside)
         if pivot:
             self.add(
                 "if (seen + waiting == 0) {", "double values = 0;", f"const int64_t few = {last} < 16 ? {last} : 16;"
@@ -93,11 +91,11 @@ class _Rows(Writer):
             self.open_stage(written, self.block)
         if sums:
             self.add(f"double {', '.join(f'{name} = 0' for name in sums)};")
-        if sums and is_cheap:
+        if sums and is_narrow:
             self.sum_in_lanes(inside, sums)
         reduction = f" reduction(+ : {', '.join(sums)})" if sums else ""
         self.add(f"#pragma omp simd{reduction}", "for (int64_t j = start; j < stop; j++) {")
-        self.add(*inside, "}", *["}"] * (is_cheap and bool(sums)))
+        self.add(*inside, "}", *["}"] * (is_narrow and bool(sums)))
         self.close_stage(written, "stop - start")
         self.add(*(f"{'waiting' if waiting else 'total'}_{name} += {name};" for name in sums))
         if waiting:

@@ -64,7 +64,8 @@ def layer_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight, bias))
-    if pipeline.route(input, weight, bias, is_large=prod(shape) > pipeline.SMALL_ROW) != "reference":
+    is_large = pipeline.is_large_input(LAYER_NORM, input, prod(shape))
+    if pipeline.route(input, weight, bias, is_large=is_large) != "reference":
         results = _by_kernels(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, out)
     else:
         results = reference.layer_norm(input, shape, weight, bias, eps, weight_offset)
@@ -117,7 +118,8 @@ def rms_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight,))
-    if pipeline.route(input, weight, is_large=prod(shape) > pipeline.SMALL_ROW) != "reference":
+    is_large = pipeline.is_large_input(RMS_NORM, input, prod(shape))
+    if pipeline.route(input, weight, is_large=is_large) != "reference":
         results = _by_kernels(RMS_NORM, input, shape, weight, None, eps, weight_offset, out)
         return results if return_stats else results[0]
     output = reference.rms_norm(input, shape, weight, eps, weight_offset)
@@ -158,11 +160,8 @@ def batch_norm(
             batch_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
             training, momentum, eps, out=out, return_stats=return_stats,
         )  # fmt: skip
-    if (
-        out is None
-        and not return_stats
-        and _takes_operators(input, None, BATCH_NORM if training is True else FIXED_NORM)
-    ):
+    norm = BATCH_NORM if training is True else FIXED_NORM
+    if out is None and not return_stats and _takes_operators(input, None, norm):
         try:
             if training:
                 is_safe = input.numel() > input.shape[1] and _may_write(input, running_mean, running_var, weight, bias)

@@ -100,7 +100,7 @@ C: dict[str, str] = {
     "logical_not": "({0} == 0)",
     "bitwise_not": "(~{0})",
     "where": "({0} ? {1} : {2})",
-    "keep": "",  # both written by cpu/source.py
+    "keep": "",  # both written by cpu/writer.py
     "convert": "",
 }  # fmt: skip
 # Where every result is rounded to 16 bits or less, these do: off by some 2^-22, and a third of the instructions

@@ -170,7 +170,7 @@ class Fused:
                 return captured
         names = _names(self.__wrapped__, request)
         captured = fusion.capture_call(
-            self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS
+            fusion.Request(self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS)
         )
         self._captured[kind] = [*known, captured]
         if sum(map(len, self._captured.values())) == MANY_CAPTURES:

@@ -66,11 +66,11 @@ class Space(NamedTuple):
 
 def shape_of(views: Sequence[View]) -> tuple[int, ...]:
     """Of the iteration space: what the operands broadcast to."""
-    return _broadcast(tuple(view.shape for view in views))
+    return broadcast_shapes(tuple(view.shape for view in views))
 
 
 @lru_cache(maxsize=4096)
-def _broadcast(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
+def broadcast_shapes(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """As `torch.broadcast_shapes`, which takes half a second the first time, and is asked where there is an error."""
     dims = max(map(len, shapes))
     found = []

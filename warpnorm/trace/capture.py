@@ -1,4 +1,5 @@
-"""A function of tensors becomes the graph of its primitive operators, by `make_fx` over fake tensors."""
+"""A function of tensors becomes the graph of its primitive operators: it runs once on tensors without memory, and what
+reaches PyTorch's dispatcher is written down. As `make_fx` does, without the second that its import takes."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -6,11 +7,15 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from warpnorm.problem import Epilogue, Graph, Prologue, operand_name
 from warpnorm.trace import operators, store
 from warpnorm.trace.graph import from_fx
 
+aten = torch.ops.aten
 # Full shape for every input: the sums over broadcast axes are the kernel's work, not the graph's.
 PROBE_SHAPE = (2, 3)
 
@@ -38,12 +43,57 @@ def pointwise(function: Callable[..., Any], inputs: Sequence[str], dtypes: Seque
 
 
 def _trace(function: Callable[..., Any], inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> Graph:
-    from torch.fx.experimental.proxy_tensor import make_fx  # which takes a second
+    tape = Tape()
+    probes = [tape.input(dtype) for dtype in dtypes]
+    with tape:
+        result = function(*probes)
+    tape.graph.output(tape.named(result))
+    return from_fx(tape.graph, tuple(inputs))
 
-    probes = [torch.empty(PROBE_SHAPE, dtype=dtype) for dtype in dtypes]
-    primitives: Any = operators.decompositions()
-    traced = make_fx(function, decomposition_table=primitives, tracing_mode="fake")(*probes)
-    return from_fx(traced.graph, tuple(inputs))
+
+class Tape(TorchDispatchMode):
+    """Writes down every operator below autograd; one that PyTorch takes apart is taken apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.graph = torch.fx.Graph()
+        self.nodes: Any = WeakIdKeyDictionary()
+        self.primitives = operators.decompositions()
+
+    @classmethod
+    def _should_skip_dynamo(
+        cls,
+    ) -> bool:  # it is not entered in compiled code, and to import PyTorch's compiler takes a second
+        return False
+
+    def input(self, dtype: torch.dtype) -> torch.Tensor:
+        tensor = torch.ones(PROBE_SHAPE, dtype=dtype)
+        self._remember(tensor, self.graph.placeholder("input"))
+        return tensor
+
+    def named(self, values: Any) -> Any:
+        """With the nodes of tensors in their place."""
+        return pytree.tree_map_only(torch.Tensor, lambda tensor: self.nodes[tensor], values)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with self:
+            result = self.primitives.get(func, func.decompose)(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+        if func is aten.lift_fresh.default:  # a number that the function made a tensor of
+            result, node = args[0], self.graph.call_function(aten.full.default, ((), args[0].item()))
+        else:
+            result = func(*args, **kwargs)
+            node = self.graph.call_function(func, self.named(args), self.named(kwargs))
+        self._remember(result, node)
+        return result
+
+    def _remember(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        node.meta["val"] = tensor
+        self.nodes[tensor] = node
 
 
 def probe_dtypes(dtypes: Sequence[torch.dtype], compute: torch.dtype) -> tuple[torch.dtype, ...]:

@@ -24,19 +24,18 @@ def vjp(
     over the axes along which that input is broadcast."""
 
     def gradients(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        primals, tangents = values[: len(inputs)], values[len(inputs) :]
-        by_name = dict(zip(inputs, primals, strict=True))
+        by_name = dict(zip(inputs, values, strict=False))
+        tangents = values[len(inputs) :]
         if not wanted:
             return ()
-
-        def of_wanted(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            given = by_name | dict(zip(wanted, some, strict=True))
-            result = function(*(given[name] for name in inputs))
-            results = result if isinstance(result, tuple) else (result,)
-            return tuple(r.expand(t.shape) for r, t in zip(results, tangents, strict=True))
-
-        results, pull_back = torch.func.vjp(of_wanted, *(by_name[name] for name in wanted))[:2]
-        return pull_back(tuple(t.to(r.dtype) for t, r in zip(tangents, results, strict=True)))
+        by_name |= {name: by_name[name].detach().requires_grad_() for name in wanted}
+        result = function(*by_name.values())
+        results = result if isinstance(result, tuple) else (result,)
+        reached = [(r, t.to(r.dtype).expand_as(r)) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
+        found = torch.autograd.grad(
+            [r for r, _ in reached], [by_name[name] for name in wanted], [t for _, t in reached], materialize_grads=True
+        )
+        return tuple(found)
 
     return pointwise(gradients, (*inputs, *grad_outputs), (*dtypes, *[compute] * len(grad_outputs)))
 

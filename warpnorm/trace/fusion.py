@@ -15,7 +15,8 @@ from warpnorm.problem import NUMBER, Axes, Call, Literal, compute_dtype, operand
 from warpnorm.space import Gradients
 from warpnorm.trace import capture, differentiate
 from warpnorm.trace.expression import CAST, DROPOUT, Constant, Expression, Ref, Step
-from warpnorm.trace.record import Calls, Counted, Fakes, Move, NormCall, Recorded, Recorder, Result, Running, Source
+from warpnorm.trace.fakes import StandIns, Symbols
+from warpnorm.trace.record import Calls, Counted, Move, NormCall, Recorded, Recorder, Result, Running, Source
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
@@ -93,55 +94,66 @@ class Captured:
         return is_served and all(bool(guard.xreplace(sizes)) for guard in self.guards)
 
 
-def capture_call(
-    function: Callable[..., Any],
-    arguments: tuple[Any, Any],
-    tensors: Sequence[torch.Tensor],
-    names: Sequence[str],
-    handlers: Mapping[Any, Callable[..., Any]],
-    norms: Mapping[str, Norm],
-) -> Captured:
+@dataclass(frozen=True)
+class Request:
     """`function` with `arguments` (args, kwargs); `tensors` are all that it may read, `names` what they are called."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, Any]
+    tensors: Sequence[torch.Tensor]
+    names: Sequence[str]
+    handlers: Mapping[Any, Callable[..., Any]]
+    norms: Mapping[str, Norm]
+
+
+def capture_call(request: Request) -> Captured:
+    return by_stand_ins(request) or by_symbols(request)
+
+
+def by_stand_ins(request: Request) -> Captured | None:
+    """None where the function asks for sizes, and where something is wrong with it, which the other way says."""
+    stand_ins = StandIns(request.tensors)
     try:
-        recorder, fakes, result = _record(function, arguments, tensors, handlers, are_symbolic=True)
+        recorder, result = _record(request, stand_ins)
+        return None if stand_ins.mode.was_asked else _cut(recorder, stand_ins, result, request)
+    except Exception:
+        return None
+
+
+def by_symbols(request: Request) -> Captured:
+    fakes = Symbols(request.tensors)
+    try:
+        recorder, result = _record(request, fakes)
     except FusionError:
         raise
     except Exception:  # a symbol in a place that takes no symbols; what is wrong with the function is raised again
-        recorder, fakes, result = _record(function, arguments, tensors, handlers, are_symbolic=False)
-        return replace(_cut(recorder, fakes, result, norms, names, function), shapes=_shapes(tensors))
-    return _cut(recorder, fakes, result, norms, names, function)
+        fakes = Symbols(request.tensors, are_symbolic=False)
+        recorder, result = _record(request, fakes)
+        return replace(_cut(recorder, fakes, result, request), shapes=_shapes(request.tensors))
+    return _cut(recorder, fakes, result, request)
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     return tuple(tensor.shape for tensor in tensors)
 
 
-def _record(
-    function: Callable[..., Any],
-    arguments: tuple[Any, Any],
-    tensors: Sequence[torch.Tensor],
-    handlers: Mapping[Any, Callable[..., Any]],
-    are_symbolic: bool,
-) -> tuple[Recorder, Fakes, Any]:
-    fakes = Fakes(tensors, are_symbolic)
-    by_id = {id(real): (i, fake) for i, (real, fake) in enumerate(zip(tensors, fakes.fakes, strict=True))}
+def _record(request: Request, fakes: StandIns | Symbols) -> tuple[Recorder, Any]:
+    by_id = {id(real): (i, fake) for i, (real, fake) in enumerate(zip(request.tensors, fakes.fakes, strict=True))}
     recorder = Recorder(by_id)
     args, kwargs = pytree.tree_map(
-        lambda leaf: by_id[id(leaf)][1] if isinstance(leaf, torch.Tensor) else leaf, arguments
+        lambda leaf: by_id[id(leaf)][1] if isinstance(leaf, torch.Tensor) else leaf, request.arguments
     )
-    with fakes.mode, recorder, Calls(handlers):
-        result = function(*args, **kwargs)
-    return recorder, fakes, result
+    with fakes.mode, recorder, Calls(request.handlers, fakes):
+        result = request.function(*args, **kwargs)
+    return recorder, result
 
 
-def _cut(
-    recorder: Recorder, fakes: Fakes, result: Any, norms: Mapping[str, Norm], names: Sequence[str], function: Any
-) -> Captured:
+def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Request) -> Captured:
     norm = recorder.norm
     if norm is None:
         raise FusionError(
-            f"{_place(function)}the function holds no norm, and nothing else can be fused; call one of torch's or of "
-            "warpnorm's in it"
+            f"{_place(request.function)}the function holds no norm, and nothing else can be fused; call one of torch's or "
+            "of warpnorm's in it"
         )
     if isinstance(norm.c, Literal):
         raise FusionError(f"{norm.line}: the norm is of a constant; normalize a tensor that depends on an argument")
@@ -178,11 +190,20 @@ def _cut(
         axes = (*axes, NUMBER, NUMBER)
     detached = tuple(k for k, value in enumerate(outputs) if not _is_differentiable(value))
     call = Call(
-        norms[norm.norm], norm.col_dims, norm.eps, prologue, epilogue, axes, dtypes, compute, detached, norm.groups
+        request.norms[norm.norm],
+        norm.col_dims,
+        norm.eps,
+        prologue,
+        epilogue,
+        axes,
+        dtypes,
+        compute,
+        detached,
+        norm.groups,
     )
     _check_operators(call, [source.fake.dtype for source in builder.sources])
     inputs = tuple(Input(source.index, source.moves) for source in builder.sources)
-    shown = tuple(names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
+    shown = tuple(request.names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
     return Captured(
         call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown,
         effects=tuple(map(_effect, recorder.effects)),

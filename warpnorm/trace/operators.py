@@ -2,6 +2,7 @@
 the arguments. Everything else that is elementwise is made of these by PyTorch's own decompositions, and so are all
 gradients. One more operator is one more row here and one more test case."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -151,6 +152,28 @@ CASTS = {aten._to_copy.default, prims.convert_element_type.default}
 SPELLINGS = {"true_divide": "div", "square": "pow", "special_erf": "erf", "absolute": "abs"}
 
 
+DECOMPOSITIONS = "torch._decomp.decompositions"
+# Of those that lie elsewhere, the formulas that need nothing around them
+PLAIN = frozenset(
+    {
+        "addcdiv",
+        "addcmul",
+        "celu",
+        "elu",
+        "frac",
+        "gelu",
+        "hardtanh",
+        "leaky_relu",
+        "mish",
+        "relu6",
+        "rsub",
+        "softplus",
+        "softshrink",
+        "threshold",
+    }
+)
+
+
 @cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """PyTorch's: of what is not primitive, and of the gradients."""
@@ -160,11 +183,11 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         "hardswish_backward", "hardtanh", "hardtanh_backward", "heaviside", "leaky_relu", "leaky_relu_backward", "lerp",
         "log_sigmoid_backward", "log_sigmoid_forward", "logit", "logit_backward", "masked_fill", "mish", "mish_backward",
         "nan_to_num", "native_dropout_backward", "prelu", "rsub", "sgn", "sigmoid_backward", "silu", "silu_backward",
-        "softplus", "softplus_backward", "softshrink", "square", "tanh_backward", "threshold", "threshold_backward", "where",
-        "xlogy",
+        "softplus", "softplus_backward", "softshrink", "square", "tanh_backward", "threshold", "threshold_backward", "xlogy",
     ]  # fmt: skip
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
-    table |= get_decompositions([getattr(aten, name) for name in names])
+    found = get_decompositions([getattr(aten, name) for name in names])
+    table |= {target: _formula(function) for target, function in found.items()}
     return table | {
         aten.add.Tensor: lambda x, y, alpha=1: NotImplemented if alpha == 1 else x + y * alpha,
         aten.sub.Tensor: lambda x, y, alpha=1: NotImplemented if alpha == 1 else x - y * alpha,
@@ -179,6 +202,13 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.hardshrink_backward.default: lambda grad, x, lambd: torch.where(x.abs() <= lambd, 0.0, grad),
         aten.softshrink_backward.default: lambda grad, x, lambd: torch.where(x.abs() <= lambd, 0.0, grad),
     }
+
+
+def _formula(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition without what PyTorch wraps around it: arguments are in the dtype of computation already, and the
+    wrappers import a compiler, which takes a second."""
+    plain = inspect.unwrap(function)
+    return plain if plain.__module__ == DECOMPOSITIONS or plain.__name__ in PLAIN else function
 
 
 def _divide(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> torch.Tensor:

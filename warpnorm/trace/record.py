@@ -1,6 +1,5 @@
 """A user's function runs once on fake tensors, and what it does is written down: elementwise operators, views of inputs,
-one norm. Anything else is refused at the user's own line. The row dimensions are symbols, so that one record serves any
-number of rows; a comparison with one of them becomes a guard."""
+one norm. Anything else is refused at the user's own line."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,15 +16,10 @@ from warpnorm.errors import FusionError
 from warpnorm.problem import Literal
 from warpnorm.trace import operators
 from warpnorm.trace.expression import DROPOUT, RELABEL, Constant
+from warpnorm.trace.fakes import StandIns, Symbols, is_fake, is_pointwise, memory
 
 aten = torch.ops.aten
 OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-# Elementwise, but not marked so by every version of PyTorch
-ALSO_POINTWISE = frozenset({
-    "_to_copy", "alias", "celu", "clone", "copy", "detach", "elu", "fill", "floor_divide", "gelu", "hardshrink",
-    "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "lift_fresh", "log_sigmoid_forward", "masked_fill", "mish",
-    "nan_to_num", "rsub", "silu", "softplus", "softshrink", "threshold", "where", "zero",
-})  # fmt: skip
 READS_A_VALUE = {
     aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default,
     aten.allclose.default,
@@ -157,6 +150,10 @@ dropout = torch.ops.warpnorm.dropout
 class Recorder(TorchDispatchMode):
     """Sees every operator below autograd."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # to say so imports PyTorch's compiler
+        return False
+
     def __init__(self, inputs: Mapping[int, tuple[int, torch.Tensor]]) -> None:
         """`inputs`: the id of each real tensor -> its number and its fake."""
         super().__init__()
@@ -183,7 +180,7 @@ class Recorder(TorchDispatchMode):
                 "the function branches on, or reads, the value of a tensor",
                 "use torch.where, or decide outside of the fused function",
             )
-        if func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor):
+        if func is aten.lift_fresh.default and not is_fake(args[0]):
             return self._constant(args[0])
         args, kwargs = self._faked(args), self._faked(kwargs)
         result = func(*args, **kwargs)
@@ -202,7 +199,7 @@ class Recorder(TorchDispatchMode):
 
     def _faked(self, tree: Any) -> Any:
         """The user's own tensors (parameters, closures) replaced by their fakes."""
-        if isinstance(tree, torch.Tensor) and not isinstance(tree, FakeTensor):
+        if isinstance(tree, torch.Tensor) and not is_fake(tree):
             if id(tree) not in self.inputs:
                 raise refuse(
                     f"a tensor of shape {tuple(tree.shape)}",
@@ -251,7 +248,7 @@ class Recorder(TorchDispatchMode):
             return self._seen_through(
                 self.value_of(args[0]), Move(func, tuple(args[1:]), tuple(kwargs.items())), result
             )
-        if not _is_pointwise(func):
+        if not is_pointwise(func):
             raise self._not_elementwise(func)
         if operators.writes(func):
             return self._written(func, args, kwargs, result)
@@ -335,17 +332,17 @@ class Recorder(TorchDispatchMode):
         if kwargs.get("out") is not None:
             raise refuse(f"{_name(func)} with out=", "a fused function returns new tensors", "leave out= away")
         target = args[0]
-        storage = target.untyped_storage()._cdata
+        storage = memory(target)
         if self._counted(func, args):
             self.values[target] = self._operation(aten.add.Tensor, args, kwargs, result)
             return self.values[target]
-        if any(fake.untyped_storage()._cdata == storage for _, fake in self.inputs.values()):
+        if any(memory(fake) == storage for _, fake in self.inputs.values()):
             raise refuse(
                 f"{_name(func)}, which writes into an input,",
                 "a fused function must leave its inputs as they are",
                 "use the operator that gives a new tensor, or clone() the input first",
             )
-        if any(t is not target and t.untyped_storage()._cdata == storage for t in list(self.values)):
+        if any(t is not target and memory(t) == storage for t in list(self.values)):
             raise refuse(
                 f"{_name(func)}, which writes into a view or into a tensor that has views,",
                 "the views would change too",
@@ -407,11 +404,6 @@ class Recorder(TorchDispatchMode):
         )
 
 
-def _is_pointwise(func: Any) -> bool:
-    name = func._schema.name.split("::")[1].removesuffix("_")
-    return torch.Tag.pointwise in func.tags or name in ALSO_POINTWISE or func.namespace == "warpnorm"
-
-
 def _name(func: Any) -> str:
     return str(func).removesuffix(".default")
 
@@ -434,9 +426,9 @@ def _nan_to_num_bounds(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tup
 class Calls(TorchFunctionMode):
     """Sees what the user calls, before PyTorch takes it apart: norms and dropout go to `handlers`."""
 
-    def __init__(self, handlers: Mapping[Any, Callable[..., Any]]) -> None:
+    def __init__(self, handlers: Mapping[Any, Callable[..., Any]], fakes: Symbols | StandIns) -> None:
         super().__init__()
-        self.handlers, self.has_gradients = handlers, torch.is_grad_enabled()
+        self.handlers, self.fakes, self.has_gradients = handlers, fakes, torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -448,40 +440,11 @@ class Calls(TorchFunctionMode):
                 "the captured function serves tensors that differ in it",
                 "decide outside of the fused function",
             )
+        answer = self.fakes.seen(func, args, kwargs)
+        if answer is not NotImplemented:
+            return answer
         handler = self.handlers.get(func)
         result = handler(func, *args, **kwargs) if handler is not None else func(*args, **kwargs)
-        if self.has_gradients and not torch.is_grad_enabled() and isinstance(result, FakeTensor):
+        if self.has_gradients and not torch.is_grad_enabled() and is_fake(result):
             return result.detach()  # inside the user's own torch.no_grad()
         return result
-
-
-class Fakes:
-    """Fake tensors on the device of the real ones: contiguous, and every dimension but the last a symbol if it is two or
-    more."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor], are_symbolic: bool) -> None:
-        from torch.fx.experimental.symbolic_shapes import ShapeEnv  # brings sympy, which nobody needs before
-
-        self.shape_env = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=False)
-        self.symbols: dict[Any, tuple[int, int]] = {}
-        self.fakes = []
-        for i, tensor in enumerate(tensors):
-            shape: Any = list(tensor.shape)
-            for dim, size in enumerate(shape[:-1] if are_symbolic else ()):
-                if size > 1:
-                    shape[dim] = self._symbol(size, i, dim)
-            with self.mode:
-                self.fakes.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
-
-    def _symbol(self, size: int, tensor: int, dim: int) -> Any:
-        from torch._dynamo.source import ConstantSource
-        from torch.fx.experimental.symbolic_shapes import DimDynamic
-
-        source = ConstantSource(f"size{tensor}_{dim}")
-        symbol = self.shape_env.create_symbol(size, source, dynamic_dim=DimDynamic.DYNAMIC)
-        self.symbols[symbol] = (tensor, dim)
-        return self.shape_env.create_symintnode(symbol, hint=size, source=source)
-
-    def guards(self) -> tuple[Any, ...]:
-        return tuple(guard.expr for guard in self.shape_env.guards)

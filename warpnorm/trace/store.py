@@ -1,6 +1,5 @@
-"""Graphs of the plain norms that were traced before, in the cache folder: to trace takes PyTorch's compiler, which takes a
-second to import. What a user wrote is captured by it in any case. A file holds names and numbers alone; one that is damaged,
-or says what it may not, is traced anew."""
+"""Graphs that were traced before, in the cache folder: to trace may take PyTorch's compiler, which takes a second to import.
+A file holds names and numbers alone; one that is damaged, or says what it may not, is traced anew."""
 
 import hashlib
 import json
@@ -16,7 +15,6 @@ import torch
 
 from warpnorm import settings
 from warpnorm.problem import Graph, Literal, Node, Value
-from warpnorm.trace.expression import Expression
 from warpnorm.trace.operators import C
 from warpnorm.version import VERSION
 
@@ -25,8 +23,6 @@ HERE = Path(__file__).parent
 
 def kept(what: tuple[Any, ...], trace: Callable[[], tuple[Graph, ...]]) -> tuple[Graph, ...]:
     """The graphs of `what`, whose text says all that they depend on."""
-    if any(isinstance(part, Expression) for part in what):
-        return trace()
     key = hashlib.sha256("\0".join([*map(repr, what), torch.__version__, _version()]).encode()).hexdigest()[:32]
     path = settings.current().cache_dir / f"graphs_{key}.json"
     try:

@@ -124,7 +124,7 @@ def test_sizes_that_meet_have_to_be_alike(served: Sequence[Shapes], wrong: Seque
         given = [torch.randn(shape) for shape in shapes]
         torch.testing.assert_close(fused(*given), function(*given))
     for shapes in wrong:
-        with pytest.raises(RuntimeError, match="size|broadcast"):
+        with pytest.raises(RuntimeError, match=r"size|broadcast"):
             fused(*[torch.randn(shape) for shape in shapes])
     for shapes in served:
         given = [torch.randn(shape) for shape in shapes]

@@ -76,10 +76,10 @@ def _bench(parsed: argparse.Namespace, console: Console) -> int:
         raise ValueError("--resume needs --json, the file that has what is done")
     before = report.read_json(parsed.json, device_name(device)) if parsed.resume else {}
     seconds = 0.05 if parsed.quick else 0.25
-    run = run_cases(selected, rivals.chosen(parsed.rivals), device, console, seconds, before)
+    keep = (lambda run: report.write_json(run, parsed.json)) if parsed.json else (lambda run: None)
+    run = run_cases(selected, rivals.chosen(parsed.rivals), device, console, seconds, before, keep)
+    keep(run)
     report.print_bench(run, console)
-    if parsed.json:
-        report.write_json(run, parsed.json)
     slow = []
     if parsed.fail_below is not None:
         ratios = [(result.case.name, report.over_best(result)) for result in run.results]

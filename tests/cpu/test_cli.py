@@ -1,6 +1,7 @@
 """The command line: what it prints and writes, and that its exit status tells whether anything was wrong."""
 
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -143,9 +144,19 @@ def test_channel_norms_are_measured_in_every_layout() -> None:
     shapes += ["nhwc 256 x 64 x 112 x 112", "nhwc 256 x 2048 x 7 x 7", "nc 65536 x 1024"]
     expected = [f"batch_norm {{}} {shape} {dtype}" for shape in shapes for dtype in ("fp16", "fp32")]
     expected += [f"group_norm {{}} {layout} 32 x 320 x 64 x 64 bf16" for layout in ("nchw", "nhwc")]
-    by_channel = [name for name in names if name.startswith(("batch_norm", "group_norm"))]
+    by_channel = [name for name in names if name.startswith(("batch_norm ", "group_norm "))]
     assert by_channel == [name.format(direction) for direction in (FORWARD, BACKWARD) for name in expected]
     assert "rms_norm forward 32768 x 4096 bf16" in names
+    for fused in ("add_batch_norm_relu backward nhwc 64 x 256 x 56 x 56 fp16", "group_norm_silu forward nchw 32 x 320"):
+        assert any(name.startswith(fused) for name in names), fused
+
+
+def test_the_grid_of_small_batches_is_there() -> None:
+    found = {case.name for case in ALL_CASES("cuda", is_quick=False)}
+    for norm, direction, dtype in product(("layer_norm", "rms_norm"), (FORWARD, BACKWARD), ("fp32", "fp16")):
+        for batch, hidden in product((1, 8, 32, 128, 512), (256, 512, 1024, 2048, 4096)):
+            assert f"{norm} {direction} {batch} x {hidden} {dtype}" in found
+    assert len(found) == len(ALL_CASES("cuda", is_quick=False)), "two cases of one name could not be told apart"
 
 
 @pytest.mark.parametrize(("device", "channels"), [("cuda", 256), ("cpu", 64)])
@@ -236,6 +247,22 @@ def test_large_cases_are_checked_at_both_ends(
 
 def bench_with(path: Path, *more: str) -> int:
     return main(["bench", "--only", "rms_norm forward", "--rivals", "eager", "--json", str(path), *more])
+
+
+def test_what_is_done_is_kept_when_the_run_dies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured, path = [], tmp_path / "results.json"
+    run_case = run._run_case
+
+    def dies(case: BenchCase, *rest: object) -> run.CaseResult:
+        measured.append(case.name)
+        if len(measured) == 3:
+            raise SystemExit(9)
+        return run_case(case, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(run, "_run_case", dies)
+    with pytest.raises(SystemExit):
+        main(["bench", "--only", "rms_norm forward", "--rivals", "--json", str(path)])
+    assert [result["name"] for result in json.loads(path.read_text())["results"]] == measured[:2]
 
 
 def test_a_finished_run_is_not_measured_again(

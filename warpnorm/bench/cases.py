@@ -194,6 +194,16 @@ WIDTHS = (
 )
 
 
+ODD_WIDTHS = (
+    (4095, "rows that do not start at a whole word"),
+    (5120, "models of thirteen billion parameters: no power of two"),
+    (50257, "a vocabulary: wide and odd"),
+)
+# The grid that others report: nothing in it is large
+SMALL_BATCHES = (1, 8, 32, 128, 512)
+SMALL_WIDTHS = (256, 512, 1024, 2048, 4096)
+
+
 FUSED = (
     (ADD_RMS, "the residual stream before each norm of a language model"),
     (SWISH_LAYER, "a gate and a norm"),
@@ -219,7 +229,7 @@ def grid(elements: int) -> tuple[BenchCase, ...]:
 
 def _row_cases(elements: int) -> tuple[BenchCase, ...]:
     half, single = torch.bfloat16, torch.float32
-    rows = [(cols, half, why) for cols, why in WIDTHS] + [(4096, single, "full precision")]
+    rows = [(cols, half, why) for cols, why in (*WIDTHS, *ODD_WIDTHS)] + [(4096, single, "full precision")]
     plain = tuple(
         BenchCase(workload, direction, _rows(elements, cols, dtype), dtype, why)
         for direction in (FORWARD, BACKWARD)
@@ -242,11 +252,25 @@ def _channel_cases(divisor: int) -> tuple[BenchCase, ...]:
         for direction in (FORWARD, BACKWARD)
         for workload, shapes, dtypes in (
             (BATCH, IMAGES, (torch.float16, torch.float32)),
+            (ADD_BATCH_RELU, IMAGES[:1], (torch.float16,)),
             (GROUP, GROUPED, (torch.bfloat16,)),
+            (GROUP_SILU, GROUPED, (torch.bfloat16,)),
+            (INSTANCE, GROUPED, (torch.bfloat16,)),
         )
         for shape, layouts, why in shapes
         for layout in layouts
         for dtype in dtypes
+    )
+
+
+def small_cases() -> tuple[BenchCase, ...]:
+    return tuple(
+        BenchCase(workload, direction, (batch, cols), dtype, "a small batch")
+        for direction in (FORWARD, BACKWARD)
+        for workload in PLAIN
+        for dtype in (torch.float32, torch.float16)
+        for batch in SMALL_BATCHES
+        for cols in SMALL_WIDTHS
     )
 
 
@@ -284,4 +308,6 @@ def cpu_cases(is_quick: bool) -> tuple[BenchCase, ...]:
 
 
 def all_cases(device: str, is_quick: bool) -> tuple[BenchCase, ...]:
-    return cpu_cases(is_quick) if device == "cpu" else grid(ELEMENTS >> 3 if is_quick else ELEMENTS)
+    if device == "cpu":
+        return cpu_cases(is_quick)
+    return grid(ELEMENTS >> 3 if is_quick else ELEMENTS) + small_cases()

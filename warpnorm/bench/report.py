@@ -44,7 +44,8 @@ def print_demo(run: Run, console: Console) -> None:
 
 
 def print_bench(run: Run, console: Console) -> None:
-    """One row a case, one column a rival: percent of the speed of a copy; last, our speed over the best rival's."""
+    """One row a case, one column a rival: percent of the speed of a copy; then our speed over the best rival's, our time on
+    the device and of a plain call, and the memory that a call takes."""
     rivals = [m.rival for m in run.results[0].measurements] if run.results else []
     table = Table(
         title=f"Percent of copy speed on {run.device_name} ({run.copy_bandwidth / 1e12:.2f} TB/s)", title_justify="left"
@@ -53,16 +54,23 @@ def print_bench(run: Run, console: Console) -> None:
         table.add_column(heading)
     for name in rivals:
         table.add_column(name, justify="right", style="bold" if name == OURS.name else None)
-    table.add_column("over the best", justify="right")
+    for heading in ("over the best", "ms", "wall ms", "peak MB"):
+        table.add_column(heading, justify="right")
     for result in run.results:
         case = result.case
         cells = [_cell(result, name) for name in rivals]
-        table.add_row(_norm(case), case.direction, case.size, DTYPE_NAMES[case.dtype], *cells, _over_best(result))
+        ours = result.by(OURS.name)
+        rest = (_number(ours, "ms", ".4f"), _number(ours, "wall_ms", ".4f"), _megabytes(ours))
+        table.add_row(
+            _norm(case), case.direction, case.size, DTYPE_NAMES[case.dtype], *cells, _over_best(result), *rest
+        )
     console.print(table)
     for result in run.results:
         for measurement in result.measurements:
             if measurement.problem and not measurement.problem.startswith("MissingFunctionError"):
                 console.print(f"{result.case.name}: {measurement.rival}: {measurement.problem}")
+    if any(m.method == "events" for result in run.results for m in result.measurements):
+        console.print("* could not be captured in a CUDA graph, and was timed by events: what the host takes may count")
     for name, why in run.missing.items():
         console.print(f"{name}: {why}")
 
@@ -75,7 +83,7 @@ def _cell(result: CaseResult, rival: str) -> str:
     measurement = result.by(rival)
     if measurement is None or measurement.percent_of_copy is None:
         return "-"
-    return f"{measurement.percent_of_copy:.0f}"
+    return f"{measurement.percent_of_copy:.0f}" + "*" * (measurement.method == "events")
 
 
 def _over_best(result: CaseResult) -> str:
@@ -95,6 +103,11 @@ def _number(measurement: Measurement | None, name: str, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
+def _megabytes(measurement: Measurement | None) -> str:
+    size = measurement.peak_bytes if measurement is not None else None
+    return "-" if size is None else f"{size / 1e6:.1f}"
+
+
 def _speedup(ours: Measurement | None, rival: Measurement | None) -> str:
     if ours is None or rival is None or ours.ms is None or rival.ms is None:
         return "-"
@@ -108,8 +121,11 @@ def _verdict(ours: Measurement | None) -> str:
 
 
 def write_json(run: Run, path: Path) -> None:
+    """In one step: a run that is stopped while it writes leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_record(run), indent=1) + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(_record(run), indent=1) + "\n")
+    partial.replace(path)
 
 
 def _record(run: Run) -> dict[str, Any]:
@@ -131,6 +147,7 @@ def head(device_name: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": _triton_version(),
         "cuda": torch.version.cuda,
+        "driver": _driver(),
         "python": platform.python_version(),
         "machine": _machine(),
         "device": device_name,
@@ -174,6 +191,16 @@ def _machine() -> str:
     except OSError:
         pass
     return f"{name}, {os.cpu_count()} processors"
+
+
+def _driver() -> str | None:
+    """Of the GPU, where there is one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found[0] if found else None
 
 
 def _triton_version() -> str | None:

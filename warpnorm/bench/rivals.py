@@ -69,14 +69,51 @@ def _liger(workload: Workload) -> Forward | None:
     return None
 
 
-def _liger_missing(device: str) -> str | None:
-    if device != "cuda":
-        return "needs a GPU"
-    try:
-        import_module("liger_kernel.ops")
-    except ImportError as error:
-        return f"not installed ({error})"
+def _quack(workload: Workload) -> Forward | None:
+    library: Any = import_module("quack.rmsnorm")
+    if workload is LAYER:  # which takes float32 parameters, and has no backward
+        return lambda x, w, b: library.layernorm_fwd(x, w.float(), b.float(), EPS)
+    if workload is RMS:
+        return lambda x, w: library.rmsnorm(x, w, eps=EPS)
+    if workload is ADD_RMS:
+        return lambda x, r, w: library.rmsnorm(x, w, residual=r, eps=EPS, prenorm=True)
     return None
+
+
+def _apex(workload: Workload) -> Forward | None:
+    library: Any = import_module("apex.normalization.fused_layer_norm")
+    if workload is LAYER:
+        return lambda x, w, b: library.fused_layer_norm_affine(x, w, b, x.shape[-1:], EPS)
+    if workload is RMS:
+        return lambda x, w: library.fused_rms_norm_affine(x, w, x.shape[-1:], EPS)
+    return None
+
+
+def _flash_attention(workload: Workload) -> Forward | None:
+    library: Any = import_module("flash_attn.ops.triton.layer_norm")
+    if workload is LAYER:
+        return lambda x, w, b: library.layer_norm_fn(x, w, b, eps=EPS)
+    if workload is RMS:
+        return lambda x, w: library.rms_norm_fn(x, w, None, eps=EPS)
+    if workload is ADD_RMS:
+        return lambda x, r, w: library.rms_norm_fn(x, w, None, residual=r, eps=EPS, prenorm=True)
+    return None
+
+
+def _needs(*modules: str) -> Callable[[str], str | None]:
+    """A GPU, and these modules."""
+
+    def missing(device: str) -> str | None:
+        if device != "cuda":
+            return "needs a GPU"
+        try:
+            for module in modules:
+                import_module(module)
+        except Exception as error:  # a library for another version of PyTorch may raise anything
+            return f"not installed ({type(error).__name__}: {error})"
+        return None
+
+    return missing
 
 
 def _always(device: str) -> str | None:
@@ -96,7 +133,14 @@ class MissingFunctionError(NotImplementedError):
 
 OURS = Rival("warpnorm", _ours, _always)
 EAGER = Rival("eager", _eager, _always)
-ALL = (EAGER, Rival("torch.compile", _compiled, _always), Rival("liger", _liger, _liger_missing))
+ALL = (
+    EAGER,
+    Rival("torch.compile", _compiled, _always),
+    Rival("liger", _liger, _needs("liger_kernel.ops")),
+    Rival("quack", _quack, _needs("quack.rmsnorm")),
+    Rival("apex", _apex, _needs("apex.normalization.fused_layer_norm", "fused_layer_norm_cuda")),
+    Rival("flash-attn", _flash_attention, _needs("flash_attn.ops.triton.layer_norm")),
+)
 
 
 def chosen(names: Sequence[str] | None) -> tuple[Rival, ...]:

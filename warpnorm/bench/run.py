@@ -12,13 +12,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from warpnorm.bench.cases import DTYPE_NAMES, BenchCase
 from warpnorm.bench.check import Subject, is_right
-from warpnorm.bench.rivals import OURS, Rival, build
-from warpnorm.bench.timing import copy_bandwidth, time_calls
+from warpnorm.bench.rivals import OURS, Forward, Rival, build
+from warpnorm.bench.timing import copy_bandwidth, peak_memory, time_calls, wall_time
 
 
 @dataclass
 class Measurement:
-    """One rival on one case. `problem` says why there is no time, if there is none."""
+    """One rival on one case: median milliseconds of the device (`method` says how they were measured), of a plain call, and
+    bytes that a call allocates at once. `problem` says why there is no time, if there is none."""
 
     rival: str
     error: float | None = None
@@ -26,6 +27,8 @@ class Measurement:
     ms: float | None = None
     method: str | None = None
     percent_of_copy: float | None = None
+    wall_ms: float | None = None
+    peak_bytes: int | None = None
     problem: str | None = None
 
 
@@ -83,8 +86,10 @@ def run_cases(
     console: Console,
     seconds: float,
     before: Mapping[str, dict[str, Any]] | None = None,
+    keep: Callable[[Run], None] = lambda run: None,
 ) -> Run:
-    """`before` holds what was measured already, by the names of cases, and is not measured again."""
+    """`before` holds what was measured already, by the names of cases, and is not measured again; `keep` is called after
+    each case, so that nothing is lost when the run ends early."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -107,6 +112,7 @@ def run_cases(
                     continue
                 result = _run_case(case, contenders, run, seconds, lambda part: progress.advance(task, part))
                 run.results.append(result)
+                keep(run)
         except KeyboardInterrupt:
             run.is_interrupted = True
     return run
@@ -135,30 +141,35 @@ def _run_case(
         result.measurements = [Measurement(rival.name, problem=_in_a_line(error)) for rival in contenders]
         advance(len(contenders))
         return result
+    right = []
     for rival in contenders:
-        result.measurements.append(_check(subject, rival, eager_error))
+        found, function = _check(subject, rival, eager_error)
+        result.measurements.append(found)
+        if function is not None:
+            right.append((found, function))
         advance(0.5)
-    right = [(m, rival) for m, rival in zip(result.measurements, contenders, strict=True) if m.is_right]
     _time(subject, right, run, seconds)
     advance(0.5 * len(contenders))
     return result
 
 
-def _check(subject: Subject, rival: Rival, eager_error: float) -> Measurement:
+def _check(subject: Subject, rival: Rival, eager_error: float) -> tuple[Measurement, Forward | None]:
+    """And its function, if that is right."""
     found = Measurement(rival.name)
     try:
-        found.error = subject.error(build(rival, subject.case.workload))
+        function = build(rival, subject.case.workload)
+        found.error = subject.error(function)
     except Exception as error:  # whatever a rival raises is a row of the table
         found.problem = _in_a_line(error)
-        return found
+        return found, None
     has_wide_sums = subject.case.workload.keeps_precision and not subject.full[0].is_cuda  # BatchNorm on a CPU
     found.is_right = is_right(found.error, eager_error, subject.case.dtype, has_wide_sums)
     if not found.is_right:
         found.problem = f"wrong: error {found.error:.1e}, eager PyTorch's {eager_error:.1e}"
-    return found
+    return found, function if found.is_right else None
 
 
-def _time(subject: Subject, right: Sequence[tuple[Measurement, Rival]], run: Run, seconds: float) -> None:
+def _time(subject: Subject, right: Sequence[tuple[Measurement, Forward]], run: Run, seconds: float) -> None:
     """Whoever is right: on a CPU in turns, unless one of them raises; on a GPU one after the other."""
     case = subject.case
     if run.device == "cuda" and len(right) > 1:
@@ -166,8 +177,9 @@ def _time(subject: Subject, right: Sequence[tuple[Measurement, Rival]], run: Run
             _time(subject, [pair], run, seconds)
         return
     try:
-        calls = [subject.timed(build(rival, case.workload)) for _, rival in right]
+        calls = [subject.timed(function) for _, function in right]
         timings = time_calls(calls, run.device, seconds) if calls else []
+        extras = [(wall_time(call), peak_memory(call)) if run.device == "cuda" else None for call in calls]
     except Exception as error:
         if len(right) == 1:
             right[0][0].problem = _in_a_line(error)
@@ -175,8 +187,9 @@ def _time(subject: Subject, right: Sequence[tuple[Measurement, Rival]], run: Run
         for pair in right:
             _time(subject, [pair], run, seconds)
         return
-    for (measurement, _), timing in zip(right, timings, strict=True):
+    for (measurement, _), timing, extra in zip(right, timings, extras, strict=True):
         measurement.ms, measurement.method = timing
+        measurement.wall_ms, measurement.peak_bytes = extra or (timing.ms, None)
         measurement.percent_of_copy = case.least_bytes / run.copy_bandwidth * 1e3 / timing.ms * 100
 
 

@@ -1,4 +1,5 @@
-"""The time of one call: on a GPU the device's own, by replaying a CUDA graph of several calls; on a CPU wall time."""
+"""What one call takes: on a GPU the device's own time, by replaying a CUDA graph of several calls, the wall time of a plain
+call, and memory; on a CPU wall time."""
 
 import ctypes
 import sys
@@ -71,6 +72,33 @@ def _events(function: Callable[[], Any], calls: int) -> float:
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / calls
+
+
+def wall_time(function: Callable[[], Any]) -> float:
+    """Milliseconds a call takes in a plain loop, as a program that does nothing else would see it."""
+    function()
+    torch.cuda.synchronize()
+    once = _seconds_of(function, 1)
+    calls = max(3, min(100, int(0.02 / max(once, 1e-6))))
+    return median(_seconds_of(function, calls) / calls for _ in range(5)) * 1e3
+
+
+def _seconds_of(function: Callable[[], Any], calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_memory(function: Callable[[], Any]) -> int:
+    """Bytes that a call has allocated at once, its results among them."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    function()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def copy_bandwidth(device: str) -> float:

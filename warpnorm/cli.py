@@ -1,4 +1,4 @@
-"""The command line: `warpnorm demo`, `bench`, `explain` and `check`, also as `python -m warpnorm`."""
+"""The command line: `warpnorm demo`, `bench`, `report`, `explain`, `tune` and `check`, also as `python -m warpnorm`."""
 
 import argparse
 import sys
@@ -7,9 +7,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from warpnorm.bench import cases, inside, report, rivals
+from warpnorm.bench import cases, draw, inside, report, rivals, timing
+from warpnorm.bench import tune as tuning
 from warpnorm.bench.demo import run_demo
-from warpnorm.bench.run import Run, default_device, device_name, run_cases
+from warpnorm.bench.documents import write_documents
+from warpnorm.bench.run import Run, default_device, device_name, own_stream, run_cases
 from warpnorm.plan import device as devices
 from warpnorm.version import VERSION
 
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed, console)
     except ValueError as error:
-        console.print(f"warpnorm: {error}", style="red")
+        console.print(f"warpnorm: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
 
 
@@ -43,12 +45,25 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--quick", action="store_true", help="an eighth of the size, a fifth of the time")
     bench.add_argument("--json", metavar="FILE", type=Path, help="write the results here")
     bench.add_argument(
-        "--resume", action="store_true", help="keep what that file has from the same code on this machine"
+        "--resume", action="store_true", help="measure only what that file does not have of this commit on this machine"
+    )
+    bench.add_argument(
+        "--update", action="store_true", help="measure these cases anew and keep the other ones of that file"
     )
     bench.add_argument(
         "--fail-below", metavar="RATIO", type=float, help="fail where our speed over the best rival's is less"
     )
     bench.set_defaults(run=_bench)
+    report_parser = commands.add_parser("report", help="make documents of result files: a page, tables and pictures")
+    report_parser.add_argument(
+        "files",
+        metavar="FILE",
+        nargs="*",
+        type=Path,
+        help="written by bench --json; without any: benchmarks/results/*.json",
+    )
+    report_parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("docs"), help="where to: docs")
+    report_parser.set_defaults(run=_report)
     explain = commands.add_parser(
         "explain", help="show what a norm becomes: graph, plan and why, source, launches, bytes"
     )
@@ -59,7 +74,24 @@ def _parser() -> argparse.ArgumentParser:
     explain.add_argument("--backward", action="store_true", help="also what becomes of its gradients")
     explain.add_argument("--target", choices=devices.KNOWN, help="the GPU to plan for, which need not be here")
     explain.add_argument("--asm", action="store_true", help="also compile, and count what is in the code")
+    explain.add_argument(
+        "--draw",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="show instead how the kernel reduces one row: elements to threads, the rounds of a warp, the exchange between "
+        "warps; with a FILE also as SVG",
+    )
     explain.set_defaults(run=_explain)
+    tune = commands.add_parser(
+        "tune", help="search for faster plans on this GPU; prints what it finds, and changes nothing"
+    )
+    tune.add_argument("norm", choices=inside.WORKLOADS, metavar="NORM", help=f"one of {', '.join(inside.WORKLOADS)}")
+    tune.add_argument("--shape", metavar="SIZE", nargs="+", default=["8192x4096"], help="8192x4096 16384x1024")
+    tune.add_argument("--dtype", choices=DTYPES, default="bf16")
+    tune.add_argument("--layout", choices=("nchw", "nhwc"), default="nchw", help="how images lie in memory")
+    tune.add_argument("--backward", action="store_true", help="the gradients, not the norm itself")
+    tune.set_defaults(run=_tune)
     check = commands.add_parser("check", help="what is installed and works here: a page to paste into a bug report")
     check.set_defaults(run=_check)
     return parser
@@ -72,11 +104,16 @@ def _demo(parsed: argparse.Namespace, console: Console) -> int:
 def _bench(parsed: argparse.Namespace, console: Console) -> int:
     device = default_device()
     selected = _selected(parsed, cases.all_cases(device, parsed.quick))
-    if parsed.resume and not parsed.json:
-        raise ValueError("--resume needs --json, the file that has what is done")
-    before = report.read_json(parsed.json, device_name(device)) if parsed.resume else {}
+    if (parsed.resume or parsed.update) and not parsed.json:
+        raise ValueError(f"{'--resume' if parsed.resume else '--update'} needs --json, the file that has what is done")
+    earlier = report.read_json(parsed.json, device_name(device)) if parsed.resume or parsed.update else []
+    if parsed.update and not earlier and parsed.json.exists():
+        raise ValueError(f"--update: {parsed.json} is of another machine or other versions; measure all of it anew")
+    now = report.head(device_name(device))["commit"]
+    done = {record["name"]: record for record in earlier if record["commit"] == now and now is not None}
+    before = done if parsed.resume else {}
     seconds = 0.05 if parsed.quick else 0.25
-    keep = (lambda run: report.write_json(run, parsed.json)) if parsed.json else (lambda run: None)
+    keep = (lambda run: report.write_json(run, parsed.json, earlier)) if parsed.json else (lambda run: None)
     run = run_cases(selected, rivals.chosen(parsed.rivals), device, console, seconds, before, keep)
     keep(run)
     report.print_bench(run, console)
@@ -89,12 +126,35 @@ def _bench(parsed: argparse.Namespace, console: Console) -> int:
     return _status(run, console) or int(bool(slow))
 
 
+def _report(parsed: argparse.Namespace, console: Console) -> int:
+    for path in write_documents(parsed.files, parsed.out):
+        console.print(f"wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
 def _explain(parsed: argparse.Namespace, console: Console) -> int:
-    shape = _shape(parsed.shape)
-    found = inside.explained(
-        parsed.norm, shape, parsed.dtype, parsed.layout, parsed.backward, parsed.target, parsed.asm
-    )
-    console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+    case = inside.case(parsed.norm, _shape(parsed.shape), parsed.dtype, parsed.layout, parsed.backward)
+    found = inside.explained(case, parsed.target, parsed.asm)
+    if parsed.draw is None:
+        console.print(str(found), markup=False, highlight=False, soft_wrap=True)
+        return 0
+    drawing = inside.drawn(case, found, parsed.target)
+    console.print(draw.text(drawing), markup=False, highlight=False, soft_wrap=True)
+    if parsed.draw:
+        Path(parsed.draw).write_text(draw.svg(drawing))
+        console.print(f"wrote {parsed.draw}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _tune(parsed: argparse.Namespace, console: Console) -> int:
+    if default_device() != "cuda":
+        raise ValueError("tune measures plans on a GPU, and there is none here")
+    selected = [inside.case(parsed.norm, _shape(s), parsed.dtype, parsed.layout, parsed.backward) for s in parsed.shape]
+    with own_stream("cuda"):
+        bandwidth = timing.copy_bandwidth("cuda")
+        for case in selected:
+            trials = tuning.tune(case, "cuda", console, lambda call: timing.time_calls([call], "cuda", 0.05)[0].ms)
+            tuning.print_trials(trials, console, bandwidth)
     return 0
 
 

@@ -288,6 +288,27 @@ def test_a_finished_run_is_not_measured_again(
     assert {"commit", "date", "machine", "device", "torch"} <= set(json.loads(path.read_text()))
 
 
+def test_some_cases_are_measured_anew_and_the_others_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("warpnorm.bench.report._commit", lambda: "abc")
+    path = tmp_path / "results.json"
+    assert bench_with(path) == 0
+    before = json.loads(path.read_text())
+    monkeypatch.setattr("warpnorm.bench.report._commit", lambda: "def")
+    monkeypatch.setattr(run, "time_calls", lambda f, d, s: [Timing(7.0, "wall") for _ in f])
+    assert bench_with(path, "--update", "--dtype", "fp32") == 0
+    after = json.loads(path.read_text())
+    assert [r["name"] for r in after["results"]] == [r["name"] for r in before["results"]]
+    for record in after["results"]:
+        is_new = record["dtype"] == "fp32"
+        assert (record["measurements"][0]["ms"], record["commit"]) == ((7.0, "def") if is_new else (1.0, "abc"))
+    path.write_text(json.dumps({**after, "torch": "1.0"}))
+    assert bench_with(path, "--update") == 2
+    assert "another machine or other versions" in capsys.readouterr().out
+    assert json.loads(path.read_text())["torch"] == "1.0", "nothing was written"
+
+
 def test_a_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     times = {0: 1.0, 1: 0.9}  # ours, eager
     monkeypatch.setattr(run, "time_calls", lambda f, d, s: [Timing(times[k], "wall") for k in range(len(f))])

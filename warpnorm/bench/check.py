@@ -19,6 +19,15 @@ CHECKED_ELEMENTS = 1 << 25
 ROUNDINGS_OF_SUMS = 16
 
 
+# The error of a few hundred elements is luck: as many draws as make these, but no more than MOST_DRAWS
+ENOUGH_ELEMENTS = 1 << 16
+MOST_DRAWS = 16
+
+
+def draws(case: BenchCase) -> int:
+    return max(1, min(MOST_DRAWS, ENOUGH_ELEMENTS // prod(case.shape)))
+
+
 class Subject:
     """One case's operands, and one function on them: a callable to time, and results to check."""
 

@@ -9,8 +9,10 @@ import torch.nn.functional as F
 
 from warpnorm import functional, pipeline, settings
 from warpnorm.bench import cases
-from warpnorm.bench.cases import DTYPE_NAMES, NHWC, Workload
-from warpnorm.explain import Explanation, explain
+from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, FORWARD, NHWC, BenchCase, Workload
+from warpnorm.bench.draw import Drawing
+from warpnorm.explain import DEFAULT_TARGET, Explanation, explain
+from warpnorm.plan import device as devices
 from warpnorm.problem import compute_dtype
 from warpnorm.version import VERSION
 
@@ -23,10 +25,8 @@ WORKLOADS: dict[str, Workload] = {
 }  # fmt: skip
 
 
-def explained(
-    name: str, shape: tuple[int, ...], dtype: str, layout: str, backward: bool, target: str | None, asm: bool
-) -> Explanation:
-    """A named workload on tensors that are never filled."""
+def case(name: str, shape: tuple[int, ...], dtype: str, layout: str, backward: bool) -> BenchCase:
+    """A named workload of a shape, if it has one like it."""
     workload = WORKLOADS[name]
     is_by_channel = workload.parameter_dim == 1
     if is_by_channel and len(shape) < 2:
@@ -36,14 +36,43 @@ def explained(
     if layout == NHWC and len(shape) != 4:
         raise ValueError(f"channels last is for shapes such as 8x64x56x56, not {'x'.join(map(str, shape))}")
     of_full = next(key for key, value in DTYPE_NAMES.items() if value == dtype)
+    direction = BACKWARD if backward else FORWARD
+    return BenchCase(workload, direction, shape, of_full, "asked for", layout if is_by_channel else None)
+
+
+def explained(case: BenchCase, target: str | None, asm: bool) -> Explanation:
+    """A workload on tensors that are never filled; with its gradients if the case is backward."""
+    workload, shape, of_full = case.workload, case.shape, case.dtype
     of_vectors = compute_dtype([of_full]) if workload.keeps_precision else of_full
-    memory = torch.channels_last if layout == NHWC else torch.contiguous_format
+    memory = torch.channels_last if case.layout == NHWC else torch.contiguous_format
     full = [torch.empty(shape, dtype=of_full, memory_format=memory) for _ in range(workload.full)]
     vectors = [torch.empty(shape[workload.parameter_dim], dtype=of_vectors) for _ in range(workload.parameters)]
-    if backward:
+    if case.direction == BACKWARD:
         full, vectors = ([tensor.requires_grad_() for tensor in tensors] for tensors in (full, vectors))
     buffers = [torch.zeros(shape[workload.parameter_dim], dtype=of_vectors) for _ in range(workload.buffers)]
     return explain(workload.function, *full, *vectors, *buffers, target=target, asm=asm)
+
+
+def drawn(case: BenchCase, found: Explanation, target: str | None) -> Drawing:
+    """How the kernel of an explanation reduces a row, for the GPU that it was planned for."""
+    if not pipeline.has_triton():
+        raise ValueError("--draw needs Triton, which is not installed: the drawing is read off compiled code")
+    from warpnorm.codegen import bind, reduction
+
+    is_backward = case.direction == BACKWARD
+    direction = found.backward if is_backward else found.forward
+    assert direction is not None
+    device = devices.KNOWN[target or DEFAULT_TARGET]
+    if target is None and torch.cuda.is_available():
+        device = devices.of(torch.device("cuda"))
+    bound = (bind.backward if is_backward else bind.forward)(direction.problem, direction.plan, device, 0)
+    read = reduction.read(bound)
+    if read is None:
+        raise ValueError(f"--draw: the {direction.plan.pattern} kernel of {case.name} reduces nothing along a row")
+    plan = direction.plan
+    warps = f"{plan.warps} warp{'s' * (plan.warps > 1)}"
+    title = f"{case.name} on {target or found.target}: {plan.pattern}, {warps}"
+    return Drawing(title, plan, read, reduction.shuffle_masks(bound))
 
 
 def findings() -> Iterator[tuple[str, str, bool]]:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -120,21 +121,26 @@ def _verdict(ours: Measurement | None) -> str:
     return f"[red]{ours.problem if ours else 'did not run'}[/red]"
 
 
-def write_json(run: Run, path: Path) -> None:
-    """In one step: a run that is stopped while it writes leaves what was there."""
+def write_json(run: Run, path: Path, kept: Sequence[dict[str, Any]] = ()) -> None:
+    """With `kept`, records of other cases. In one step: a run that is stopped while it writes leaves what was there."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(_record(run), indent=1) + "\n")
+    partial.write_text(json.dumps(_record(run, kept), indent=1) + "\n")
     partial.replace(path)
 
 
-def _record(run: Run) -> dict[str, Any]:
+def _record(run: Run, kept: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    about = head(run.device_name)
+    now = {"commit": about["commit"], "date": about["date"]}
+    new = {result.case.name: result.record() | (result.origin or now) for result in run.results}
+    old = {record["name"]: record for record in kept}
+    order = {name: new.get(name, old.get(name)) for name in (*old, *new)}
     return {
-        **head(run.device_name),
+        **about,
         "copy_bandwidth": run.copy_bandwidth,
         "missing": run.missing,
         "is_interrupted": run.is_interrupted,
-        "results": [result.record() for result in run.results],
+        "results": list(order.values()),
     }
 
 
@@ -154,15 +160,17 @@ def head(device_name: str) -> dict[str, Any]:
     }
 
 
-def read_json(path: Path, device_name: str) -> dict[str, dict[str, Any]]:
-    """The results of an earlier run of the same code on the same machine, by the names of their cases; otherwise none."""
+def read_json(path: Path, device_name: str) -> list[dict[str, Any]]:
+    """The records of an earlier run with the same versions on the same machine; otherwise none."""
     try:
         written = json.loads(path.read_text())
         now = head(device_name)
-        is_same = all(written[key] == now[key] for key in now if key != "date") and now["commit"] is not None
-        return {record["name"]: record for record in written["results"]} if is_same else {}
+        is_same = all(written[key] == now[key] for key in now if key not in ("commit", "date"))
+        return [
+            {"commit": written["commit"], "date": written["date"]} | record for record in written["results"] if is_same
+        ]
     except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        return []
 
 
 def _commit() -> str | None:

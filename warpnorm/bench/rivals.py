@@ -53,7 +53,10 @@ def _eager(workload: Workload) -> Forward:
 
 
 def _compiled(workload: Workload) -> Forward:
+    import torch._functorch.config as config
+
     torch.compiler.reset()  # its cache is per function and small: past eight shapes it would run eager
+    config.donated_buffer = False  # or a backward could run only once
     return torch.compile(workload.function, dynamic=False)
 
 

@@ -4,6 +4,7 @@ end of the run; an interrupt keeps what is done."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import mean
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from warpnorm.bench.cases import DTYPE_NAMES, BenchCase
-from warpnorm.bench.check import Subject, is_right
+from warpnorm.bench.check import Subject, draws, is_right
 from warpnorm.bench.rivals import OURS, Forward, Rival, build
 from warpnorm.bench.timing import copy_bandwidth, peak_memory, time_calls, wall_time
 
@@ -34,8 +35,11 @@ class Measurement:
 
 @dataclass
 class CaseResult:
+    """`origin` says of which commit and when, if it was measured before."""
+
     case: BenchCase
     measurements: list[Measurement] = field(default_factory=list)
+    origin: dict[str, Any] | None = None
 
     def by(self, rival: str) -> Measurement | None:
         return next((m for m in self.measurements if m.rival == rival), None)
@@ -43,7 +47,8 @@ class CaseResult:
     @staticmethod
     def of(case: BenchCase, record: dict[str, Any]) -> "CaseResult":
         """What was measured before."""
-        return CaseResult(case, [Measurement(**measurement) for measurement in record["measurements"]])
+        origin = {"commit": record["commit"], "date": record["date"]}
+        return CaseResult(case, [Measurement(**measurement) for measurement in record["measurements"]], origin)
 
     def record(self) -> dict[str, Any]:
         case = self.case
@@ -97,7 +102,7 @@ def run_cases(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with _own_stream(device), Progress(*columns, console=console, transient=True) as progress:
+    with own_stream(device), Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("copy bandwidth", total=len(cases) * (1 + len(rivals)))
         run = Run(device, device_name(device), copy_bandwidth(device))
         run.missing = {rival.name: why for rival in rivals if (why := rival.missing(device)) is not None}
@@ -119,7 +124,7 @@ def run_cases(
 
 
 @contextmanager
-def _own_stream(device: str) -> Iterator[None]:
+def own_stream(device: str) -> Iterator[None]:
     """A graph is captured on the stream that autograd has worked on, which must not be the default one."""
     if device != "cuda":
         yield
@@ -135,32 +140,36 @@ def _run_case(
 ) -> CaseResult:
     result = CaseResult(case)
     try:
-        subject = Subject(case, run.device)
-        eager_error = subject.error(case.workload.function)
+        subjects = [Subject(case, run.device) for _ in range(draws(case))]
+        eager_error = _error(subjects, case.workload.function)
     except Exception as error:  # out of memory, say: no contender can run
-        result.measurements = [Measurement(rival.name, problem=_in_a_line(error)) for rival in contenders]
+        result.measurements = [Measurement(rival.name, problem=in_a_line(error)) for rival in contenders]
         advance(len(contenders))
         return result
     right = []
     for rival in contenders:
-        found, function = _check(subject, rival, eager_error)
+        found, function = _check(subjects, rival, eager_error)
         result.measurements.append(found)
         if function is not None:
             right.append((found, function))
         advance(0.5)
-    _time(subject, right, run, seconds)
+    _time(subjects[0], right, run, seconds)
     advance(0.5 * len(contenders))
     return result
 
 
-def _check(subject: Subject, rival: Rival, eager_error: float) -> tuple[Measurement, Forward | None]:
+def _error(subjects: Sequence[Subject], function: Forward) -> float:
+    return mean(subject.error(function) for subject in subjects)
+
+
+def _check(subjects: Sequence[Subject], rival: Rival, eager_error: float) -> tuple[Measurement, Forward | None]:
     """And its function, if that is right."""
-    found = Measurement(rival.name)
+    found, subject = Measurement(rival.name), subjects[0]
     try:
         function = build(rival, subject.case.workload)
-        found.error = subject.error(function)
+        found.error = _error(subjects, function)
     except Exception as error:  # whatever a rival raises is a row of the table
-        found.problem = _in_a_line(error)
+        found.problem = in_a_line(error)
         return found, None
     has_wide_sums = subject.case.workload.keeps_precision and not subject.full[0].is_cuda  # BatchNorm on a CPU
     found.is_right = is_right(found.error, eager_error, subject.case.dtype, has_wide_sums)
@@ -182,7 +191,7 @@ def _time(subject: Subject, right: Sequence[tuple[Measurement, Forward]], run: R
         extras = [(wall_time(call), peak_memory(call)) if run.device == "cuda" else None for call in calls]
     except Exception as error:
         if len(right) == 1:
-            right[0][0].problem = _in_a_line(error)
+            right[0][0].problem = in_a_line(error)
             return
         for pair in right:
             _time(subject, [pair], run, seconds)
@@ -193,5 +202,5 @@ def _time(subject: Subject, right: Sequence[tuple[Measurement, Forward]], run: R
         measurement.percent_of_copy = case.least_bytes / run.copy_bandwidth * 1e3 / timing.ms * 100
 
 
-def _in_a_line(error: Exception) -> str:
+def in_a_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"

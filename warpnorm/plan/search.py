@@ -1,0 +1,77 @@
+"""The plans that could run a problem beside the one that is chosen: what the offline search tries. Some of them may turn out
+not to fit on a device, which the compiler or the launch says."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from warpnorm.plan.device import Device
+from warpnorm.plan.plan import COLUMN, LONG_ROW, ROW, TEAM, Plan
+from warpnorm.problem import BackwardProblem, ForwardProblem
+
+WARPS = (1, 2, 4, 8, 16, 32)
+# Elements of a tile for each thread: fewer leave it idle, more do not fit in registers
+FEWEST_ELEMENTS, MOST_ELEMENTS = 4, 128
+LARGEST_TILE = 4096  # of several rows
+PROGRAMS_A_UNIT = (1, 2, 4)
+STAGES = (2, 3, 4)
+
+
+def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device: Device) -> tuple[Plan, ...]:
+    """The chosen plan first, then others of its pattern, and for rows that may be walked of that pattern too."""
+    is_backward = isinstance(problem, BackwardProblem)
+    cols = problem.cols_class
+    found = [chosen]
+    if chosen.pattern == COLUMN:
+        found += _columns(chosen)
+    elif chosen.pattern == TEAM:
+        found += _teams(chosen, device)
+    if chosen.pattern == ROW:
+        found += _rows(chosen, cols, device, is_backward)
+    if chosen.pattern == LONG_ROW or (
+        chosen.pattern in (ROW, TEAM) and cols >= 4096 and not problem.norm.is_by_channel
+    ):
+        found += _walks(cols, device, is_backward)
+    return tuple(dict.fromkeys(found))
+
+
+def _rows(chosen: Plan, cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:
+    for block_rows, warps in product((1, 2, 4, 8, 16, 32), WARPS):
+        tile = block_rows * chosen.block_cols
+        is_held = FEWEST_ELEMENTS <= tile // (warps * device.warp_size) <= MOST_ELEMENTS
+        if not is_held or (block_rows > 1 and tile > LARGEST_TILE):
+            continue
+        plan = replace(chosen, block_rows=block_rows, warps=warps, why="tried")
+        if not is_backward:
+            yield replace(plan, programs=0, stages=1)
+        for programs, stages in product(PROGRAMS_A_UNIT, STAGES):
+            yield replace(plan, programs=programs * device.units, stages=stages)
+            if is_backward and chosen.recomputes:
+                yield replace(plan, programs=programs * device.units, stages=stages, recomputes=False)
+
+
+def _walks(cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:
+    for block_cols, warps, stages in product((1024, 2048, 4096, 8192), (4, 8, 16), (1, 2, 3)):
+        if block_cols <= cols:
+            for programs in (2, 4, 8) if is_backward else (0,):
+                yield Plan(LONG_ROW, 1, block_cols, warps, programs * device.units, stages=stages, why="tried")
+
+
+def _teams(chosen: Plan, device: Device) -> Iterator[Plan]:
+    width = chosen.block_cols * chosen.chunks * chosen.splits
+    for splits, chunks in product((chosen.splits // 2, chosen.splits, chosen.splits * 2), (1, 2, 4)):
+        block_cols = width // max(splits * chunks, 1)
+        if splits < 2 or not 512 <= block_cols <= 4096:
+            continue
+        for warps, a_unit, stages in product((4, 8), (1, 2), (2, 3)):
+            if teams := device.units * a_unit // splits:
+                yield Plan(TEAM, 1, block_cols, warps, teams, splits, chunks, stages, why="tried")
+
+
+def _columns(chosen: Plan) -> Iterator[Plan]:
+    of_stages = STAGES if chosen.is_walked else (chosen.stages,)  # only a walk has a pipeline
+    of_ahead = (0.5, 0.75, 1.0, 1.5, 2.0) if chosen.ahead else (1.0,)
+    for rows, warps, times, stages in product((0.5, 1.0, 2.0), (2, 4, 8), of_ahead, of_stages):
+        block_rows = max(1, int(chosen.block_rows * rows))
+        ahead = int(chosen.ahead * times)
+        yield replace(chosen, block_rows=block_rows, warps=warps, ahead=ahead, stages=stages, why="tried")

@@ -1,9 +1,9 @@
-# Two commands: `make demo` and `make test`. Each sets up its own virtual environment first; Python and make are enough.
+# `make demo`, `make test` and `make docs`. Each sets up its own virtual environment first; Python and make are enough.
 PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python -m
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: $(VENV)/.installed
 	$(RUN) warpnorm demo
@@ -17,12 +17,21 @@ lint: $(VENV)/.installed
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
-INSTALL := $(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+docs: $(VENV)/.documented
+	$(RUN) sphinx --quiet --fresh-env --fail-on-warning --keep-going --doctree-dir build/doctrees docs site
+	@echo "the site is $(CURDIR)/site/index.html"
+
+PIP := $(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+INSTALL := $(PIP) '.[test]'
 
 $(VENV)/.installed: pyproject.toml constraints.txt constraints-triton.txt
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --constraint constraints-triton.txt || $(INSTALL)
 	touch $@
 
+$(VENV)/.documented: $(VENV)/.installed
+	$(PIP) '.[docs]'
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache

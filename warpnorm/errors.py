@@ -22,7 +22,7 @@ class FusionError(WarpnormError, RuntimeError):
 
 
 class UnavailableError(WarpnormError, RuntimeError):
-    """The kernels were asked for where they cannot run."""
+    """Kernels or native code were asked for where they cannot run."""
 
 
 class SettingError(WarpnormError, ValueError):

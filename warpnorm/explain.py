@@ -187,7 +187,7 @@ def _route(tensors: Sequence[torch.Tensor], device: torch.device, call: Call) ->
     is_large = is_large_call(call, tensors)
     route = pipeline.route(leader(tensors), *tensors, is_large=is_large)
     if route == "kernels":
-        return "as one kernel forward"
+        return "by the kernels below"
     if route == "native":
         return NATIVE
     if settings.current().route == "reference":

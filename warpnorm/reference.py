@@ -1,5 +1,5 @@
 """The norms in plain PyTorch. `composite` is the specification, in primitive operators that can be differentiated any
-number of times; the functions named after the norms are what runs where there is no GPU, by PyTorch's own fused
+number of times; the functions named after the norms are what runs where neither kernels nor native code do, by PyTorch's own fused
 operators."""
 
 from collections.abc import Sequence

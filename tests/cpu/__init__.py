@@ -12,6 +12,9 @@ test_opinfo     PyTorch's own samples on the CPU
 test_modules    the drop-in modules
 channel_truth   the norms by channel in extended precision, and PyTorch's own answer
 test_channel_*  batch, group and instance norm: functions, refusals, modules
+test_fakes      what a function is recorded on
+test_report     the documents that are made of result files
+test_docs       what README and docs say, and that their code runs
 test_cache      files of generated source
 test_problem    collapsed axes, strides and their classes
 """

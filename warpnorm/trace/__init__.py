@@ -1,6 +1,7 @@
 """A PyTorch function becomes pointwise graphs around a norm. No Triton here.
 
 environment    what a function reads besides its arguments: a key, and tensors
+fakes          the tensors without memory on which that happens
 record         a user's function, run once on fake tensors, is written down or refused at its line
 handlers       what is done with the norms and with dropout
 expression     a recorded piece: PyTorch's operators in order, a frozen record that can be called
@@ -8,6 +9,7 @@ fusion         a recorded function, cut at its norm, is a call like any other
 dropout        its mask as an operator
 capture        a function or an expression -> the graph of its primitive operators
 differentiate  the same of its gradients
+store          graphs that were traced before, in the cache folder
 graph          a torch.fx graph -> the frozen record
-operators      the one table: primitive operator -> Triton expression
+operators      the one table: primitive operator -> Triton and C
 """

@@ -129,8 +129,8 @@ def _channel_norm(norm: Norm, given: dict[str, Any], is_computed: bool, groups: 
             raise InputError(
                 f"{norm.name}: {what} has shape {tuple(given[what].shape)}, but input has {c.shape[1]} channels"
             )
-    if c.device.type == "cuda" and torch.is_autocast_enabled("cuda") and norm is GROUP_NORM:
-        c = c.to(torch.promote_types(c.dtype, torch.float32))  # among what autocast computes in float32
+    if c.device.type == "cuda" and torch.is_autocast_enabled("cuda") and "num_groups" in given:
+        c = c.to(torch.promote_types(c.dtype, torch.float32))  # group_norm is among what autocast computes in float32
     count = c.numel() // (c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1))
     if is_computed and count == 1 and (norm is BATCH_NORM or groups == c.shape[1]):
         raise InputError(

@@ -2,9 +2,9 @@
 
     functional / nn / fuse  ->  trace.capture  ->  space.describe  ->  plan.choose  ->  codegen.bind  ->  launch
 
-`route` decides between the kernels, native code and PyTorch's own operators. `prepare_forward` and `prepare_backward` walk that
-line once for each exact layout of the tensors; what they return is cached, and only launches. Underneath, kernels are
-compiled once for each problem, and a problem knows no row count."""
+`route` decides between the kernels, native code and PyTorch's own operators. `prepare_forward` and `prepare_backward`
+walk that line once for each exact layout of the tensors; what they return is cached, and only launches. Underneath, kernels
+are compiled once for each problem, and a problem knows no row count."""
 
 import sys
 from collections.abc import Sequence

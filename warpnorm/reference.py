@@ -1,6 +1,6 @@
 """The norms in plain PyTorch. `composite` is the specification, in primitive operators that can be differentiated any
-number of times; the functions named after the norms are what runs where neither kernels nor native code do, by PyTorch's own fused
-operators."""
+number of times; the functions named after the norms are what runs where neither kernels nor native code do, by PyTorch's
+own fused operators."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -32,6 +32,14 @@ def rms_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _norm(RMS_NORM, given)
 
 
+def _autocast(operator: str, c: torch.Tensor) -> torch.Tensor:
+    """In float32 where this version of PyTorch has an operator among what autocast computes so."""
+    if c.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+        return c
+    is_wide = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operator}", "AutocastCUDA")
+    return c.to(torch.promote_types(c.dtype, torch.float32)) if is_wide else c
+
+
 def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs.pop("cudnn_enable", None)
     bound = _signature(func).bind(*args, **kwargs)
@@ -50,8 +58,7 @@ def _norm(norm: Norm, given: dict[str, Any]) -> torch.Tensor:
     for what, parameter in (("weight", weight), ("bias", bias)):
         if isinstance(parameter, torch.Tensor) and parameter.ndim and tuple(parameter.shape) != shape:
             raise InputError(f"{norm.name}: {what} has shape {tuple(parameter.shape)}, but normalized_shape is {shape}")
-    if c.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
-        c = c.to(torch.promote_types(c.dtype, torch.float32))  # norms are among what autocast computes in float32
+    c = _autocast(norm.name, c)
     output = normalize(c, len(shape), norm.name, float(given["eps"]), 0)
     if weight is not None:
         output = output * (weight + given["weight_offset"] if given.get("weight_offset") else weight)
@@ -129,8 +136,7 @@ def _channel_norm(norm: Norm, given: dict[str, Any], is_computed: bool, groups: 
             raise InputError(
                 f"{norm.name}: {what} has shape {tuple(given[what].shape)}, but input has {c.shape[1]} channels"
             )
-    if c.device.type == "cuda" and torch.is_autocast_enabled("cuda") and "num_groups" in given:
-        c = c.to(torch.promote_types(c.dtype, torch.float32))  # group_norm is among what autocast computes in float32
+    c = _autocast("group_norm" if "num_groups" in given else "batch_norm", c)
     count = c.numel() // (c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1))
     if is_computed and count == 1 and (norm is BATCH_NORM or groups == c.shape[1]):
         raise InputError(

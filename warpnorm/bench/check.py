@@ -14,10 +14,10 @@ from warpnorm.problem import compute_dtype
 CHECKED_SLICES = 512
 CHECKED_ELEMENTS = 1 << 25
 
-# By how many roundings of the dtype of computation sums of many values may be further off than eager PyTorch's, which on a
-# CPU are float64: BatchNorm backward of 16 x 64 x 28 x 28 fp32 there is off by 1.9e-7, torch.compile's by 4.9e-7
+# By how many roundings of the dtype of computation sums of thousands of values may be off, whatever their order: eager
+# PyTorch's BatchNorm backward of 16 x 64 x 28 x 28 fp32 on a CPU, whose sums are float64, is off by 1.9e-7, torch.compile's
+# by 4.9e-7. Beside half precision it is nothing
 ROUNDINGS_OF_SUMS = 16
-
 
 # The error of a few hundred elements is luck: as many draws as make these, but no more than MOST_DRAWS
 ENOUGH_ELEMENTS = 1 << 16
@@ -127,9 +127,8 @@ def _relative(result: torch.Tensor, truth: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def is_right(error: float, eager_error: float, dtype: torch.dtype, has_wide_sums: bool = False) -> bool:
-    """No further from float64 than eager PyTorch, but for one rounding of the result, and where eager's sums are wide for
-    what a narrower sum may be off by."""
-    has_wide_sums = has_wide_sums or dtype == torch.float64  # the truth is float64 itself, and as far off as eager
-    of_sums = ROUNDINGS_OF_SUMS * torch.finfo(compute_dtype([dtype])).eps / 2 if has_wide_sums else 0.0
-    return error <= eager_error + torch.finfo(dtype).eps / 2 + of_sums
+def is_right(error: float, eager_error: float, dtype: torch.dtype) -> bool:
+    """No further from float64 than twice as far as eager PyTorch, but for a rounding of the result and those of its sums:
+    whoever is slower for the sake of a digit more than that is compared with all who leave it out."""
+    of_sums = ROUNDINGS_OF_SUMS * torch.finfo(compute_dtype([dtype])).eps / 2
+    return error <= 2 * eager_error + torch.finfo(dtype).eps / 2 + of_sums

@@ -36,7 +36,8 @@ READING = f"""\
 - **Over the best** is the speed of {OURS.name} over that of the fastest other library: above 1 {OURS.name} is ahead.
 - Shapes that move less than {SMALL_BYTES >> 20} MiB are given in **microseconds**: there the cost of a call counts for
   more than the speed of memory.
-- Every result is compared with float64 first. One that is less accurate than eager PyTorch's is **wrong and is not timed**:
+- Every result is compared with float64 first. One that is more than twice as far off as eager PyTorch's, but
+  for roundings of its sums, is **wrong and is not timed**:
   a dash, with the reason below the table.
 """
 Cell = Callable[[Measured], str]

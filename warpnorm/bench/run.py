@@ -171,8 +171,7 @@ def _check(subjects: Sequence[Subject], rival: Rival, eager_error: float) -> tup
     except Exception as error:  # whatever a rival raises is a row of the table
         found.problem = in_a_line(error)
         return found, None
-    has_wide_sums = subject.case.workload.keeps_precision and not subject.full[0].is_cuda  # BatchNorm on a CPU
-    found.is_right = is_right(found.error, eager_error, subject.case.dtype, has_wide_sums)
+    found.is_right = is_right(found.error, eager_error, subject.case.dtype)
     if not found.is_right:
         found.problem = f"wrong: error {found.error:.1e}, eager PyTorch's {eager_error:.1e}"
     return found, function if found.is_right else None

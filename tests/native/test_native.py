@@ -1,5 +1,6 @@
 """What native code promises beside the contracts: what is compiled, and when, threads, processes, and no compiler."""
 
+import ctypes
 import multiprocessing
 import os
 import subprocess
@@ -263,3 +264,13 @@ def test_the_route_can_be_forced() -> None:
     x = torch.randn(3, 8)
     with settings.override(route="native"):
         torch.testing.assert_close(warpnorm.layer_norm(x, 8), F.layer_norm(x, (8,)))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+@pytest.mark.parametrize("elements", [1, 1 << 18, (3 << 20) + 7], ids=["one", "a_page", "pages_and_a_rest"])
+def test_asking_for_huge_pages_leaves_what_is_there(elements: int, parts: int) -> None:
+    tensor = torch.randn(elements, generator=torch.Generator().manual_seed(parts))
+    before = tensor.clone()
+    start, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes)
+    build.pool().ask_for_huge_pages(start, size, ctypes.c_int64(parts))
+    assert torch.equal(tensor, before)

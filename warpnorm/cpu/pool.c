@@ -135,11 +135,31 @@ int run(task_t task, void **pointers, const int64_t *numbers, const double *real
     return has_failed;
 }
 
-/* Fresh memory comes in huge pages where the system allows it: most of the time of a large output are its page faults. */
-void ask_for_huge_pages(void *start, size_t bytes) {
-    uintptr_t first = ((uintptr_t)start + 4095) & ~(uintptr_t)4095, last = ((uintptr_t)start + bytes) & ~(uintptr_t)4095;
 #ifdef MADV_HUGEPAGE
-    if (last > first) madvise((void *)first, last - first, MADV_HUGEPAGE);
+#define HUGE_PAGE ((uintptr_t)1 << 21)
+
+/* The first access to each huge page of a part, which leaves what is there. */
+static int touch(void **pointers, const int64_t *numbers, const double *reals, int64_t part, int64_t parts) {
+    uintptr_t start = (uintptr_t)pointers[0], end = start + (uintptr_t)numbers[0];
+    uintptr_t first = (start + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1);
+    int64_t pages = end > first ? (int64_t)((end - first + HUGE_PAGE - 1) / HUGE_PAGE) : 0;
+    (void)reals;
+    for (int64_t page = pages * part / parts; page < pages * (part + 1) / parts; page++) {
+        __atomic_fetch_or((unsigned char *)(first + (uintptr_t)page * HUGE_PAGE), 0, __ATOMIC_RELAXED);
+    }
+    return 0;
+}
+#endif
+
+/* Fresh memory comes in huge pages where the system allows it: most of the time of a large output are its page faults.
+   Where threads will write here and there, `parts` of them first share the pages: two that meet at the same fresh one would
+   both fill it with zeros. */
+void ask_for_huge_pages(void *start, int64_t bytes, int64_t parts) {
+    uintptr_t first = ((uintptr_t)start + 4095) & ~(uintptr_t)4095;
+    uintptr_t last = ((uintptr_t)start + (uintptr_t)bytes) & ~(uintptr_t)4095;
+#ifdef MADV_HUGEPAGE
+    int is_granted = last > first && madvise((void *)first, last - first, MADV_HUGEPAGE) == 0;
+    if (is_granted && parts > 1) run(touch, &start, &bytes, NULL, parts);
 #endif
 }
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from warpnorm import pipeline
-from warpnorm.bench import cases, check, demo, inside, rivals, run
+from warpnorm.bench import cases, check, demo, inside, rivals, run, timing
 from warpnorm.bench.cases import BACKWARD, BATCH, FORWARD, GROUP, INSTANCE, NC, NCHW, NHWC, BenchCase, Workload
 from warpnorm.bench.timing import Timing
 from warpnorm.cli import main
@@ -377,3 +377,18 @@ def test_check_is_a_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         monkeypatch.setattr(inside.functional, "layer_norm", fail)
         assert main(["check"]) == 1
         assert "native code    RuntimeError: nothing works" in capsys.readouterr().out
+
+
+def test_a_measurement_goes_on_while_times_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A burst at the start of it is outvoted."""
+    parts = iter([[9.0] * 5, [9.0] * 4 + [1.0] * 3, [1.0] * 7, [1.0] * 7, [1.0] * 7, [1.0] * 7])
+    taken = []
+
+    def wall_times(functions: object, seconds: float) -> list[list[float]]:
+        taken.append(seconds)
+        return [next(parts)]
+
+    monkeypatch.setattr(timing, "_wall_times", wall_times)
+    assert timing.time_calls([lambda: None], "cpu", 0.5) == [Timing(9.0, "wall")], "two parts that agree are enough"
+    assert taken == [0.25, 0.25]
+    assert timing.time_calls([lambda: None], "cpu", 0.5)[0].ms == 1.0

@@ -18,13 +18,33 @@ class Timing(NamedTuple):
     method: str
 
 
+# Where wall times of the last part of a measurement and of all before differ by more, a machine does something else besides,
+# for a second or so: it goes on, for at the most as many parts
+DIFFERENT = 0.07
+MOST_PARTS = 12
+
+
 def time_calls(functions: Sequence[Callable[[], Any]], device: str, seconds: float) -> list[Timing]:
-    """Each function for about `seconds`. On a CPU in turns, so that whatever else the machine does meets all alike, and each
-    with fresh memory for its results, which for some sizes would hang on who was called before."""
+    """Each function for about `seconds`, on a CPU longer where times change meanwhile."""
     if device == "cuda":
         return [_device_time(function, seconds) for function in functions]
     for function in functions:
         function()
+    samples: list[list[float]] = [[] for _ in functions]
+    for part in range(MOST_PARTS):
+        new = _wall_times(functions, seconds / 2)
+        is_settled = part > 0 and all(
+            abs(median(found) / median(before) - 1) < DIFFERENT for found, before in zip(new, samples, strict=True)
+        )
+        samples = [before + found for before, found in zip(samples, new, strict=True)]
+        if is_settled:
+            break
+    return [Timing(median(found), "wall") for found in samples]
+
+
+def _wall_times(functions: Sequence[Callable[[], Any]], seconds: float) -> list[list[float]]:
+    """In turns, so that whatever else the machine does meets all alike, and each with fresh memory for its results, which
+    for some sizes would hang on who was called before."""
     samples: list[list[float]] = [[] for _ in functions]
     stop = time.perf_counter() + seconds * len(functions)
     while len(samples[0]) < 5 or (time.perf_counter() < stop and len(samples[0]) < 1000):
@@ -34,7 +54,7 @@ def time_calls(functions: Sequence[Callable[[], Any]], device: str, seconds: flo
             start = time.perf_counter()
             function()
             found.append((time.perf_counter() - start) * 1e3)
-    return [Timing(median(found), "wall") for found in samples]
+    return samples
 
 
 def _give_memory_back() -> None:

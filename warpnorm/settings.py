@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def _read() -> Settings:
     return Settings(route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"))
 
 
+@cache
 def is_interpreting() -> bool:
     """Whether Triton was told to run kernels in its interpreter (tests only)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")

@@ -86,6 +86,8 @@ class BoundKernel:
         constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         self.kernel, self.constants = kernel, constants
         self.compiled: Any = None
+        self._direct: Callable[..., None] | None = None
+        self._is_known = False  # whether there is a direct way
         if not device.is_interpreter:
             signature = {name: _types(argument) for name, argument in arguments.items()}
             signature |= dict.fromkeys(constants, "constexpr")
@@ -102,8 +104,41 @@ class BoundKernel:
         """The device of the arguments must be the current one."""
         if self.compiled is None:
             self.kernel[grid](*arguments, **self.constants)
+        elif self._direct is not None and not _has_hooks():
+            self._direct(grid, arguments)
         else:
             self.compiled[(*grid, 1, 1)[:3]](*arguments, *self.constants.values())
+            if not self._is_known:
+                self._is_known, self._direct = True, _direct(self.compiled, tuple(self.constants.values()))
+
+
+def _has_hooks() -> bool:
+    """Whether a profiler wants to be told of launches."""
+    hook = triton.knobs.runtime.launch_enter_hook
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def _direct(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None] | None:
+    """Triton's own launcher, without what it finds out anew for each launch, and given addresses, which it does not look up;
+    of the version whose launcher is known. A launch takes 9 us instead of 25."""
+    launcher = compiled.run
+    is_known = triton.__version__.startswith("3.6.") and type(launcher).__name__ == "CudaLauncher"
+    if not is_known or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    launch, function, metadata = launcher.launch, compiled.function, compiled.packed_metadata
+    options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, metadata, None, None, None)
+    current_device, current_stream = torch.cuda.current_device, torch._C._cuda_getCurrentRawStream
+
+    def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+        given = [tuple(map(_address, a)) if type(a) is tuple else _address(a) for a in arguments]
+        stream = current_stream(current_device())
+        launch(grid[0], grid[1] if len(grid) > 1 else 1, 1, stream, function, *options, *given, *constants)
+
+    return run
+
+
+def _address(argument: Any) -> Any:
+    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
 
 
 def _is_chained(plan: Plan, device: Device) -> bool:

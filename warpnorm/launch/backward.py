@@ -3,6 +3,7 @@ over rows leave one partial row for each program, which `column_sum` adds up."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -40,8 +41,7 @@ class BackwardLaunch:
         read = tuple(map(in_bits, (*operands, *grad_outputs)))
         written = tuple(gradients[i] for i in problem.written)
         statistics = tuple(statistics)
-        programs = grid.backward(self.plan, space)
-        sums = [grid.gradient_sum(self.plan, space, problem, i) for i in problem.reduced]
+        programs, sums = self.programs, self.sums
         partials = tuple(torch.empty(s.numel, dtype=problem.compute, device=device) for s in sums)
         before = (space.strides, space.sizes, space.rows)
         with on_device(gradients[0]):
@@ -58,6 +58,14 @@ class BackwardLaunch:
             if self.column_sum is not None:
                 totals = tuple(gradients[i] for i in problem.reduced)
                 launch_sums(self.column_sum, self.column_sum_plan, partials, totals, sums)
+
+    @cached_property
+    def programs(self) -> tuple[int, int]:
+        return grid.backward(self.plan, self.space)
+
+    @cached_property
+    def sums(self) -> list[Sum]:
+        return [grid.gradient_sum(self.plan, self.space, self.problem, i) for i in self.problem.reduced]
 
     def _mailbox(self, device: torch.device) -> torch.Tensor:
         """Where the programs of a team leave their sums for each other: one for each stream, whose launches come one after

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,17 +31,38 @@ class ForwardLaunch:
         running: Running | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
-        space = self.space
-        averaged: tuple[Any, ...] = ()
-        if self.plan.pattern == ROW:
-            averaged = ((), ()) if running is None else running.arguments
-        statistics = empty_statistics(self.problem, space.rows, outputs[0].device)
+        statistics = self.empty_statistics(outputs[0].device)
         with on_device(outputs[0]):
-            self.kernel.launch(
-                grid.forward(self.plan, space), tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), statistics,
-                space.strides, space.sizes, space.rows, space.cols, self.eps, *averaged,
-            )  # fmt: skip
+            self.into([in_bits(o) for o in operands], [in_bits(o) for o in outputs], statistics, running)
         return statistics
+
+    def into(
+        self,
+        operands: Sequence[torch.Tensor | float],
+        outputs: Sequence[torch.Tensor | float],
+        statistics: tuple[torch.Tensor, ...],
+        running: Running | None = None,
+    ) -> None:
+        """The launch alone, on the current device, of tensors that no dtype of 8 bits is among."""
+        averaged = self.without_running if running is None or not self.without_running else running.arguments
+        self.kernel.launch(self.programs, tuple(operands), tuple(outputs), statistics, *self.geometry, *averaged)
+
+    def empty_statistics(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+        return empty_statistics(self.problem, self.space.rows, device)
+
+    @cached_property
+    def programs(self) -> tuple[int, int]:
+        return grid.forward(self.plan, self.space)
+
+    @cached_property
+    def geometry(self) -> tuple[Any, ...]:
+        space = self.space
+        return space.strides, space.sizes, space.rows, space.cols, self.eps
+
+    @cached_property
+    def without_running(self) -> tuple[Any, ...]:
+        """What a kernel that could average statistics is told where there are no running ones."""
+        return ((), ()) if self.plan.pattern == ROW else ()
 
 
 def empty_statistics(problem: ForwardProblem, rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:

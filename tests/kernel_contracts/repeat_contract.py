@@ -1,0 +1,161 @@
+"""Contract: a call that was seen before computes what the first one does, and takes the same way only where nothing that
+decides about it has changed."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import warpnorm
+from warpnorm import pipeline, repeat, settings
+from warpnorm.errors import InputError
+
+COLS = 40
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen() -> None:
+    repeat._seen.clear()
+    repeat._scratch.clear()
+
+
+@pytest.fixture
+def first_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Of which shape each input was that took the long way."""
+    found, original = [], repeat.first
+
+    def first(norm: Any, input: torch.Tensor, *rest: Any) -> Any:
+        found.append((norm.name, tuple(input.shape)))
+        return original(norm, input, *rest)
+
+    monkeypatch.setattr(repeat, "first", first)
+    return found
+
+
+def operands(rows: int, device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((rows, COLS), (COLS,), (COLS,))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
+
+
+CALLS = {
+    "layer_norm": (lambda x, w, b: warpnorm.layer_norm(x, COLS, w, b), lambda x, w, b: F.layer_norm(x, (COLS,), w, b)),
+    "layer_norm_alone": (lambda x, w, b: warpnorm.layer_norm(x, [COLS]), lambda x, w, b: F.layer_norm(x, (COLS,))),
+    "rms_norm": (lambda x, w, b: warpnorm.rms_norm(x, (COLS,), w), lambda x, w, b: F.rms_norm(x, (COLS,), w)),
+    "rms_norm_eps": (
+        lambda x, w, b: warpnorm.rms_norm(x, x.shape[-1:], w, 1e-3),
+        lambda x, w, b: F.rms_norm(x, (COLS,), w, 1e-3),
+    ),
+}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", CALLS)
+def test_again_is_as_the_first(name: str, needs_grad: bool, device: str, first_calls: list[Any]) -> None:
+    call, plain = CALLS[name]
+    for seed in range(3):
+        given = [o.requires_grad_(needs_grad) for o in operands(5, device, seed)]
+        output, expected = call(*given), plain(*given)
+        torch.testing.assert_close(output, expected)
+        if needs_grad:
+            used = [o for o in given if o is given[0] or "alone" not in name][: 2 if "rms" in name else 3]
+            grad = torch.randn_like(output)
+            found = torch.autograd.grad(output, used, grad)
+            for a, b in zip(found, torch.autograd.grad(expected, used, grad), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert len(first_calls) == 1
+
+
+def test_bits_are_those_of_the_first(device: str, first_calls: list[Any]) -> None:
+    given = operands(7, device)
+    first = warpnorm.layer_norm(given[0], COLS, *given[1:])
+    for _ in range(3):
+        assert warpnorm.layer_norm(given[0], COLS, *given[1:]).equal(first)
+        _, mean, _ = warpnorm.layer_norm(given[0], COLS, *given[1:], return_stats=True)  # not in anybody's scratch
+        torch.testing.assert_close(mean, given[0].mean(-1, keepdim=True))
+    assert len(first_calls) == 4
+
+
+def test_what_decides_is_in_the_key(device: str, first_calls: list[Any]) -> None:
+    x, w, b = operands(6, device)
+    wide = torch.randn(6, 2 * COLS, device=device)
+    odd = torch.randn(6 * COLS + 1, device=device)[1:].view(6, COLS)
+    calls = {
+        "plain": lambda: (x, w, b, 1e-5),
+        "other_eps": lambda: (x, w, b, 1e-2),
+        "fewer_rows": lambda: (x[:4], w, b, 1e-5),
+        "strides": lambda: (wide[:, ::2], w, b, 1e-5),
+        "slice": lambda: (wide[:, COLS:], w, b, 1e-5),
+        "unaligned": lambda: (odd, w, b, 1e-5),
+        "dtype": lambda: (x.double(), w, b, 1e-5),
+        "dtype_of_weight": lambda: (x, w.double(), b, 1e-5),
+        "no_bias": lambda: (x, w, None, 1e-5),
+        "no_weight": lambda: (x, None, b, 1e-5),
+        "more_dimensions": lambda: (x.view(2, 3, COLS), w, b, 1e-5),
+    }
+    for count, (name, make) in enumerate(calls.items(), start=1):
+        for _ in range(2):
+            input, weight, bias, eps = make()
+            expected = warpnorm.reference.layer_norm(input, (COLS,), weight, bias, eps, 0.0)[0]
+            torch.testing.assert_close(warpnorm.layer_norm(input, COLS, weight, bias, eps), expected, msg=name)
+        assert len(first_calls) == count, name
+
+
+def test_what_cannot_be_repeated_takes_the_long_way(device: str, first_calls: list[Any]) -> None:
+    x, w, b = operands(6, device)
+    spread = torch.randn(1, device=device).expand(COLS)
+    pairs = torch.randn(6, COLS, dtype=torch.complex64, device=device)
+    plain, negated = torch.imag(pairs), torch.imag(pairs.conj())
+    assert (plain.is_neg(), negated.is_neg(), plain.data_ptr()) == (False, True, negated.data_ptr())
+    for weight in (spread, 2.0, torch.tensor(2.0, device=device)):
+        for _ in range(2):
+            output = warpnorm.layer_norm(x, COLS, weight, b)
+            torch.testing.assert_close(output, F.layer_norm(x, (COLS,)) * weight + b)
+    for input in (plain, plain, negated, negated, plain):  # of one key
+        torch.testing.assert_close(warpnorm.layer_norm(input, COLS, w, b), F.layer_norm(input, (COLS,), w, b))
+    assert len(first_calls) == 5 + 1 + 2
+
+
+def test_bad_input_is_still_refused(device: str) -> None:
+    x, w, b = operands(6, device)
+    warpnorm.layer_norm(x, (COLS,), w, b)
+    for shape in ((float(COLS),), float(COLS), (COLS + 1,), "40", None):
+        with pytest.raises((InputError, TypeError, ValueError)):
+            warpnorm.layer_norm(x, shape, w, b)
+    with pytest.raises((InputError, TypeError, ValueError)):
+        warpnorm.layer_norm(x, (COLS,), w[:-1], b)
+
+
+def test_settings_and_modes_are_asked_each_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w, b = operands(6, device)
+    warpnorm.layer_norm(x, COLS, w, b)
+    ran: list[Any] = []
+    monkeypatch.setattr(repeat.Repeat, "__call__", lambda self, operands: ran.append(1) or x)
+    assert warpnorm.layer_norm(x, COLS, w, b) is x
+    assert len(ran) == 1
+    with settings.override(route="reference"):
+        warpnorm.layer_norm(x, COLS, w, b)
+    monkeypatch.setattr(pipeline, "is_seen_through", lambda tensors: True)
+    warpnorm.layer_norm(x, COLS, w, b)
+    assert len(ran) == 1
+
+
+def test_differentiated_twice(device: str) -> None:
+    given = [o.requires_grad_() for o in operands(3, device, dtype=torch.float64)]
+    for _ in range(2):
+        assert torch.autograd.gradgradcheck(lambda x, w, b: warpnorm.layer_norm(x, COLS, w, b), given, atol=1e-4)
+
+
+def test_gradients_of_other_layouts(device: str) -> None:
+    """An expanded gradient, as of a sum, one of a slice, and none for some operands."""
+    given = operands(6, device)
+    for needed in ((True, True, True), (False, True, False), (True, False, False)):
+        leaves = [o.detach().requires_grad_(need) for o, need in zip(given, needed, strict=True)]
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        for grad in (torch.ones((), device=device).expand(6, COLS), torch.randn(6, 2 * COLS, device=device)[:, ::2]):
+            for _ in range(2):
+                found = torch.autograd.grad(warpnorm.layer_norm(leaves[0], COLS, *leaves[1:]), wanted, grad)
+                expected = torch.autograd.grad(F.layer_norm(leaves[0], (COLS,), *leaves[1:]), wanted, grad)
+                for a, b in zip(found, expected, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

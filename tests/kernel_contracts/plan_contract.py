@@ -4,8 +4,11 @@ import pytest
 import torch
 
 from kernel_contracts.running import NORMS, check_accuracy, run_planned
+from warpnorm import pipeline
 from warpnorm.norms import Norm
+from warpnorm.plan import choose, grid
 from warpnorm.plan.plan import LONG_ROW, ROW, Plan
+from warpnorm.space import Space
 
 ROWS = 11
 # 200: a tile of 256, walks of 16 blocks and more, all with a tail; 256: all full, but for the tile of 512
@@ -59,3 +62,23 @@ def test_every_forward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dtyp
 @pytest.mark.parametrize("plan", BACKWARD, ids=str)
 def test_every_backward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
     check(cols, norm, dtype, device, None, plan)
+
+
+@pytest.mark.parametrize("blocks", [(16, 64, 4), (128, 32, 8), (256, 16, 8)], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_partial_rows_are_summed_by_blocks_of_any_size(
+    cols: int, norm: Norm, blocks: tuple[int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "column_sum", lambda problem, device: Plan(ROW, *blocks))
+    pipeline.prepare_backward.cache_clear()
+    check(cols, norm, torch.float32, device, None, None)
+    pipeline.prepare_backward.cache_clear()
+
+
+def test_few_blocks_of_rows_have_few_programs() -> None:
+    """Each leaves a partial row: as many as the rows would take longer to sum than the rows."""
+    plan = Plan(ROW, 1, 1024, 2, programs=528)
+    spaces = [Space(rows, 1024, (), (), (), (), (), 1024) for rows in (1, 100, 128, 512, 513, 2048, 4096)]
+    programs = [grid.backward(plan, space)[0] for space in spaces]
+    assert programs == [1, 100, 128, 128, 129, 512, 528]

@@ -5,8 +5,14 @@ from typing import NamedTuple
 
 from warpnorm.plan.plan import ALL, JOINT, LONG_ROW, TEAM, Plan
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
+from warpnorm.plan.plan import ROW as ROW_PATTERN
 from warpnorm.problem import COLUMN, GROUP, GROUP_SCALAR, ROW, BackwardProblem, Operand, inner_lines
 from warpnorm.space import Space
+
+# Programs of pattern `row`, backward, that are enough to begin with, and the blocks of rows that each has before there are
+# more: each leaves a partial row, which has to be summed
+MANY_PROGRAMS = 128
+BLOCKS_A_PROGRAM = 4
 
 
 class Sum(NamedTuple):
@@ -37,9 +43,12 @@ def _shares(plan: Plan, space: Space) -> tuple[int, int]:
     """How many parts the rows come in, and the columns. Of every group, as many programs share the rows as keep the device
     busy; all groups have equally many."""
     group_rows = space.rows // space.groups
+    blocks = -(-group_rows // plan.block_rows)
+    if plan.pattern == ROW_PATTERN:
+        blocks = max(min(blocks, MANY_PROGRAMS), -(-blocks // BLOCKS_A_PROGRAM))
     by_cols = -(-space.cols // plan.block_cols) if plan.pattern == LONG_ROW else plan.splits * plan.chunks
     programs = plan.programs // by_cols if plan.pattern == LONG_ROW else plan.programs
-    return space.groups * max(1, min(programs // space.groups, -(-group_rows // plan.block_rows))), by_cols
+    return space.groups * max(1, min(programs // space.groups, blocks)), by_cols
 
 
 class Spans(NamedTuple):

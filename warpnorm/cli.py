@@ -1,9 +1,13 @@
 """The command line: `warpnorm demo`, `bench`, `report`, `explain`, `tune` and `check`, also as `python -m warpnorm`."""
 
 import argparse
+import difflib
+import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -29,13 +33,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
+class Parser(argparse.ArgumentParser):
+    """What is wrong in one sentence, what may have been meant, and where to look."""
+
+    def error(self, message: str) -> NoReturn:
+        found = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if found:
+            known = [name.strip(" '") for name in found[2].split(",")]
+            meant = difflib.get_close_matches(found[1], known, 1)
+            message = message.split(":")[0] + f": there is no {found[1]!r}"
+            message += f"; did you mean {meant[0]!r}?" if meant else f"; there are {', '.join(known)}"
+        self.exit(2, f"warpnorm: {message}\nsee {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="warpnorm", description="Normalization for PyTorch.")
+    parser = Parser(
+        prog="warpnorm", description="Normalization for PyTorch: measure it, look inside, search for faster plans."
+    )
     parser.add_argument("--version", action="version", version=f"warpnorm {VERSION}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    demo = commands.add_parser("demo", help="check every norm and dtype here, and time it against eager PyTorch")
+    demo = _command(
+        commands, "demo", "check every norm and dtype here, and time it against eager PyTorch",
+        "Each norm in each dtype, forward and backward: its error against float64, its time, eager PyTorch's beside them. "
+        "Takes a minute or two. Fails if anything is wrong.",
+    )  # fmt: skip
     demo.set_defaults(run=_demo)
-    bench = commands.add_parser("bench", help="measure the norms against what people use today")
+    bench = _command(
+        commands, "bench", "measure the norms against what people use today",
+        "Cases x rivals. Each result is compared with float64 first; what is wrong is not timed. A rival that is not installed "
+        "is listed with the reason. Ctrl-C keeps what is done. Fails if we are wrong anywhere.",
+        "bench --only rms_norm backward --rivals eager torch.compile", "bench --json results.json --resume",
+        "bench --only layer_norm --shape 8192x16384 --json results.json --update", "bench --quick --fail-below 0.95",
+    )  # fmt: skip
     bench.add_argument(
         "--only", metavar="WORD", nargs="+", help="cases whose name holds every word: 'rms backward 4096'"
     )
@@ -54,7 +83,12 @@ def _parser() -> argparse.ArgumentParser:
         "--fail-below", metavar="RATIO", type=float, help="fail where our speed over the best rival's is less"
     )
     bench.set_defaults(run=_bench)
-    report_parser = commands.add_parser("report", help="make documents of result files: a page, tables and pictures")
+    report_parser = _command(
+        commands, "report", "make documents of result files: a page, tables and pictures",
+        "From what bench --json wrote: performance.md, a picture for each file that has norms over several widths, and "
+        "performance.html, one page without network that has plots, a table to filter and two files side by side.",
+        "report", "report before.json after.json --out /tmp/report",
+    )  # fmt: skip
     report_parser.add_argument(
         "files",
         metavar="FILE",
@@ -64,12 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     report_parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("docs"), help="where to: docs")
     report_parser.set_defaults(run=_report)
-    explain = commands.add_parser(
-        "explain", help="show what a norm becomes: graph, plan and why, source, launches, bytes"
-    )
+    explain = _command(
+        commands, "explain", "show what a norm becomes: graph, plan and why, source, launches, bytes",
+        "What warpnorm.explain returns, for a named norm; no GPU is needed, and nothing is computed.",
+        "explain layer_norm --shape 8192x4096 --dtype bf16 --backward --target sm_90",
+        "explain rms_norm --shape 8192x4096 --draw row.svg",
+    )  # fmt: skip
     explain.add_argument("norm", choices=inside.WORKLOADS, metavar="NORM", help=f"one of {', '.join(inside.WORKLOADS)}")
     explain.add_argument("--shape", metavar="SIZE", default="8192x4096", help="8192x4096, or 8x64x56x56 of images")
-    explain.add_argument("--dtype", choices=DTYPES, default="bf16")
+    explain.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the input; bf16 if none is given")
     explain.add_argument("--layout", choices=("nchw", "nhwc"), default="nchw", help="how images lie in memory")
     explain.add_argument("--backward", action="store_true", help="also what becomes of its gradients")
     explain.add_argument("--target", choices=devices.KNOWN, help="the GPU to plan for, which need not be here")
@@ -83,18 +120,33 @@ def _parser() -> argparse.ArgumentParser:
         "warps; with a FILE also as SVG",
     )
     explain.set_defaults(run=_explain)
-    tune = commands.add_parser(
-        "tune", help="search for faster plans on this GPU; prints what it finds, and changes nothing"
-    )
+    tune = _command(
+        commands, "tune", "search for faster plans on this GPU; prints what it finds, and changes nothing",
+        "Every plan that could run a norm, checked against today's choice and timed: some hundred of them, a minute or two for "
+        "each shape. Never runs by itself.",
+        "tune layer_norm --shape 32768x4096 26214x5120", "tune rms_norm --shape 16384x8192 --dtype fp32 --backward",
+    )  # fmt: skip
     tune.add_argument("norm", choices=inside.WORKLOADS, metavar="NORM", help=f"one of {', '.join(inside.WORKLOADS)}")
-    tune.add_argument("--shape", metavar="SIZE", nargs="+", default=["8192x4096"], help="8192x4096 16384x1024")
-    tune.add_argument("--dtype", choices=DTYPES, default="bf16")
+    tune.add_argument("--shape", metavar="SIZE", nargs="+", default=["8192x4096"], help="one or more")
+    tune.add_argument("--dtype", choices=DTYPES, default="bf16", help="of the input; bf16 if none is given")
     tune.add_argument("--layout", choices=("nchw", "nhwc"), default="nchw", help="how images lie in memory")
     tune.add_argument("--backward", action="store_true", help="the gradients, not the norm itself")
     tune.set_defaults(run=_tune)
-    check = commands.add_parser("check", help="what is installed and works here: a page to paste into a bug report")
+    check = _command(
+        commands, "check", "what is installed and works here: a page to paste into a bug report",
+        "Versions, devices, whether kernels and native code build and run here, and the cache folder with its size. Fails if "
+        "something that is there does not work.",
+    )  # fmt: skip
     check.set_defaults(run=_check)
     return parser
+
+
+def _command(commands: Any, name: str, help: str, description: str, *examples: str) -> argparse.ArgumentParser:
+    shown = "\n".join(["for example", *(f"  warpnorm {example}" for example in examples)]) if examples else None
+    described = textwrap.fill(description, 100)
+    return commands.add_parser(
+        name, help=help, description=described, epilog=shown, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
 
 
 def _demo(parsed: argparse.Namespace, console: Console) -> int:

@@ -392,3 +392,40 @@ def test_a_measurement_goes_on_while_times_change(monkeypatch: pytest.MonkeyPatc
     assert timing.time_calls([lambda: None], "cpu", 0.5) == [Timing(9.0, "wall")], "two parts that agree are enough"
     assert taken == [0.25, 0.25]
     assert timing.time_calls([lambda: None], "cpu", 0.5)[0].ms == 1.0
+
+
+WRONG = {  # arguments, and what is said
+    "command": (["brench"], "there is no 'brench'; did you mean 'bench'?\nsee warpnorm --help"),
+    "norm": (
+        ["explain", "layernorm"],
+        "there is no 'layernorm'; did you mean 'layer_norm'?\nsee warpnorm explain --help",
+    ),
+    "dtype": (["bench", "--dtype", "fp99x"], "there is no 'fp99x'; "),
+    "far": (["tune", "softmax"], "there is no 'softmax'; there are layer_norm, rms_norm, batch_norm"),
+    "nothing": ([], "required: command\nsee warpnorm --help"),
+    "option": (["check", "--all"], "unrecognized arguments: --all\nsee warpnorm --help"),
+    "number": (["bench", "--fail-below", "fast"], "invalid float value: 'fast'\nsee warpnorm bench --help"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments_get_a_sentence_and_a_hint(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given, said = WRONG[name]
+    with pytest.raises(SystemExit) as left:
+        main(given)
+    assert left.value.code == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("warpnorm: ")
+    assert said in printed
+    assert len(printed.splitlines()) == 2
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "report", "explain", "tune", "check"])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    options = [line.strip() for line in shown.split("options:")[-1].splitlines() if line.strip().startswith("--")]
+    assert all(len(option.split()) > 1 for option in options), "each says what it does"
+    assert shown.startswith(f"usage: warpnorm {command}")

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         return parsed.run(parsed, console)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         console.print(f"warpnorm: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
 
@@ -60,8 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
     bench = _command(
         commands, "bench", "measure the norms against what people use today",
-        "Cases x rivals. Each result is compared with float64 first; what is wrong is not timed. A rival that is not installed "
-        "is listed with the reason. Ctrl-C keeps what is done. Fails if we are wrong anywhere.",
+        "Cases x rivals. Each result is compared with float64 first; what is wrong is not timed. A rival that is not "
+        "installed is listed with the reason. Ctrl-C keeps what is done. Fails if we are wrong anywhere.",
         "bench --only rms_norm backward --rivals eager torch.compile", "bench --json results.json --resume",
         "bench --only layer_norm --shape 8192x16384 --json results.json --update", "bench --quick --fail-below 0.95",
     )  # fmt: skip
@@ -122,8 +122,8 @@ def _parser() -> argparse.ArgumentParser:
     explain.set_defaults(run=_explain)
     tune = _command(
         commands, "tune", "search for faster plans on this GPU; prints what it finds, and changes nothing",
-        "Every plan that could run a norm, checked against today's choice and timed: some hundred of them, a minute or two for "
-        "each shape. Never runs by itself.",
+        "Every plan that could run a norm, checked against today's choice and timed: some hundred of them, a minute or two "
+        "for each shape. Never runs by itself.",
         "tune layer_norm --shape 32768x4096 26214x5120", "tune rms_norm --shape 16384x8192 --dtype fp32 --backward",
     )  # fmt: skip
     tune.add_argument("norm", choices=inside.WORKLOADS, metavar="NORM", help=f"one of {', '.join(inside.WORKLOADS)}")
@@ -134,8 +134,8 @@ def _parser() -> argparse.ArgumentParser:
     tune.set_defaults(run=_tune)
     check = _command(
         commands, "check", "what is installed and works here: a page to paste into a bug report",
-        "Versions, devices, whether kernels and native code build and run here, and the cache folder with its size. Fails if "
-        "something that is there does not work.",
+        "Versions, devices, whether kernels and native code build and run here, and the cache folder with its size. Fails "
+        "if something that is there does not work.",
     )  # fmt: skip
     check.set_defaults(run=_check)
     return parser
@@ -158,6 +158,10 @@ def _bench(parsed: argparse.Namespace, console: Console) -> int:
     selected = _selected(parsed, cases.all_cases(device, parsed.quick))
     if (parsed.resume or parsed.update) and not parsed.json:
         raise ValueError(f"{'--resume' if parsed.resume else '--update'} needs --json, the file that has what is done")
+    if parsed.json:
+        if parsed.json.is_dir():
+            raise ValueError(f"--json: {parsed.json} is a folder; name a file in it")
+        parsed.json.parent.mkdir(parents=True, exist_ok=True)
     earlier = report.read_json(parsed.json, device_name(device)) if parsed.resume or parsed.update else []
     if parsed.update and not earlier and parsed.json.exists():
         raise ValueError(f"--update: {parsed.json} is of another machine or other versions; measure all of it anew")

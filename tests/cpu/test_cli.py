@@ -429,3 +429,14 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     options = [line.strip() for line in shown.split("options:")[-1].splitlines() if line.strip().startswith("--")]
     assert all(len(option.split()) > 1 for option in options), "each says what it does"
     assert shown.startswith(f"usage: warpnorm {command}")
+
+
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "_run_case", lambda *args: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    assert bench_with(tmp_path) == 2
+    assert "is a folder; name a file in it" in capsys.readouterr().out
+    assert bench_with(tmp_path / "file" / "results.json") == 2
+    assert "file" in capsys.readouterr().out

@@ -25,11 +25,13 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
     """The output of a plain call that was seen before; otherwise the key under which it may be remembered, or nothing."""
     if not (getattr(input, "is_cuda", False) or settings.is_interpreting()):
         return None
+    operands = [operand for operand in (input, weight, bias) if operand is not None]
+    if pipeline.is_seen_through(operands):  # and may have no memory to ask about
+        return None
     key = _key(norm, input, shape, weight, bias, eps)
     found = _seen.get(key)
     if found is None:
         return key
-    operands = [operand for operand in (input, weight, bias) if operand is not None]
     if not _is_repeatable(operands):
         return None
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
@@ -60,7 +62,7 @@ def _layout(tensor: torch.Tensor) -> Any:
 def _is_repeatable(operands: Sequence[Any]) -> bool:
     """Whether nothing that may change has changed."""
     input = operands[0]
-    if settings.current().route not in ("auto", "kernels") or pipeline.is_seen_through(operands):
+    if settings.current().route not in ("auto", "kernels"):
         return False
     if input.is_cuda and input.get_device() != torch.cuda.current_device():
         return False

@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ class Settings:
 
 
 _current: Settings | None = None
+_is_interpreting: bool | None = None
 
 
 def current() -> Settings:
@@ -44,10 +44,12 @@ def _read() -> Settings:
     return Settings(route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"))
 
 
-@cache
 def is_interpreting() -> bool:
-    """Whether Triton was told to run kernels in its interpreter (tests only)."""
-    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    """Whether Triton was told to run kernels in its interpreter (tests only), when it was first asked."""
+    global _is_interpreting
+    if _is_interpreting is None:
+        _is_interpreting = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+    return _is_interpreting
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Which path a call takes: what looks like a GPU tensor goes to the kernels, unless something traces or transforms the
 call. No GPU is needed to ask."""
 
-from collections.abc import Callable
+from collections.abc import warnings
 
+import Callable
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -89,3 +90,13 @@ def test_out_on_meta() -> None:
 def test_weight_offset_is_finite(offset: float) -> None:
     with pytest.raises(warpnorm.InputError, match=r"rms_norm: weight_offset is .* but must be finite"):
         warpnorm.rms_norm(torch.randn(2, 4), (4,), torch.ones(4), weight_offset=offset)
+
+
+def test_tensors_without_memory_are_not_asked_for_it() -> None:
+    """On a GPU that need not be there, also of a call whose like was seen before."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with FakeTensorMode():
+            x, w = torch.empty(4, 64, device="cuda"), torch.empty(64, device="cuda")
+            for output in (warpnorm.layer_norm(x, (64,), w), warpnorm.rms_norm(x, (64,), w)):
+                assert (output.shape, output.device.type) == ((4, 64), "cuda")

@@ -1,9 +1,9 @@
 """Which path a call takes: what looks like a GPU tensor goes to the kernels, unless something traces or transforms the
 call. No GPU is needed to ask."""
 
-from collections.abc import warnings
+import warnings
+from collections.abc import Callable
 
-import Callable
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode

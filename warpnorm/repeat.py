@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from warpnorm import pipeline, settings
-from warpnorm.launch.autograd import Normalization
+from warpnorm.launch.autograd import RepeatedNormalization
 from warpnorm.norms import Norm
 from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View
 from warpnorm.reference import Affine, Itself
@@ -35,7 +35,7 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
     if not _is_repeatable(operands):
         return None
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
-        return Normalization.apply(found, found.call, None, *operands)[0]
+        return RepeatedNormalization.apply(found, found.call, *operands)
     return found(operands)
 
 
@@ -143,7 +143,9 @@ class Repeat:
         self, call: Call, operands: Sequence[Any], *, running: Running | None = None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
         outputs = self.outputs(operands[0])
-        return outputs, self.launch(operands, outputs)
+        statistics = self.launch.empty_statistics(outputs[0].device)
+        self.launch.into(operands, outputs, statistics)
+        return outputs, statistics
 
     def backward(
         self,

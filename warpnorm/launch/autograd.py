@@ -60,6 +60,30 @@ class Normalization(torch.autograd.Function):
         return (None, None, None, *(found.get(i) for i in range(count)))
 
 
+class RepeatedNormalization(torch.autograd.Function):
+    """(flow, call, *operands) -> the one output, of tensors alone: what `Normalization` does, and returns no statistics."""
+
+    @staticmethod
+    def forward(ctx: Any, flow: Flow, call: Call, *operands: torch.Tensor) -> torch.Tensor:
+        (output,), statistics = flow.forward(call, operands, running=None)
+        ctx.flow, ctx.call = flow, call
+        ctx.save_for_backward(*operands, *statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        count = len(ctx.call.axes)
+        operands, statistics = saved[:count], saved[count:]
+        wanted = tuple([i for i in range(count) if ctx.needs_input_grad[2 + i]])
+        if torch.is_grad_enabled():  # these gradients may be differentiated again
+            gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grads, *operands)
+            found = dict(zip(wanted, gradients, strict=True))
+        else:
+            found = ctx.flow.backward(ctx.call, operands, grads, statistics, wanted)
+        return (None, None, *[found.get(i) for i in range(count)])
+
+
 class NormalizationBackward(torch.autograd.Function):
     """(flow, call, wanted, statistics, *grad_outputs, *operands) -> the wanted gradients."""
 

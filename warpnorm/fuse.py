@@ -182,7 +182,8 @@ class Fused:
         return captured
 
     def _check_gradients(self, prepared: Prepared, tensors: Sequence[torch.Tensor]) -> None:
-        wanted = tuple([k for k, i in enumerate(prepared.inputs) if tensors[i.index].requires_grad])
+        silent = prepared.captured.unreached
+        wanted = tuple([k for k, i in enumerate(prepared.inputs) if tensors[i.index].requires_grad and k not in silent])
         key = (prepared.captured.call, wanted)
         if wanted and key not in self._differentiable:
             fusion.check_gradients(prepared.captured, [tensors[i.index].dtype for i in prepared.inputs], wanted)
@@ -219,6 +220,8 @@ def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, 
     call = prepared.captured.call
     device = leader(tensors).device
     operands: list[Any] = [i(tensors) for i in prepared.inputs]
+    for k in prepared.captured.unreached:  # which get no gradient, not zeros
+        operands[k] = operands[k].detach()
     axes: list[Any] = list(call.axes)
     groups: tuple[bool, ...] | None = None
     shape: Any = None

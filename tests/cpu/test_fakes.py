@@ -1,6 +1,7 @@
 """The two kinds of tensors that a function is recorded on: stand-ins tell the same as symbols, and never a size that the
 record is not for."""
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 import warpnorm
 from kernel_contracts.fuse_operators_contract import DROPOUT, TABLE, Row
+from warpnorm import pipeline, settings
 from warpnorm.fuse import HANDLERS, NORMS
 from warpnorm.trace import fusion
 
@@ -129,3 +131,83 @@ def test_sizes_that_meet_have_to_be_alike(served: Sequence[Shapes], wrong: Seque
     for shapes in served:
         given = [torch.randn(shape) for shape in shapes]
         torch.testing.assert_close(fused(*given), function(*given))
+
+
+HELD: dict[str, tuple[Function, Shapes, Shapes]] = {  # what is served, and what PyTorch refuses
+    "instance_norm": (lambda x: F.instance_norm(x), [(2, 16, 8, 8), (3, 12, 8, 8), (2, 8, 8, 8), (8, 8, 8, 8)], []),
+    "instance_norm_1d": (lambda x: F.instance_norm(x * 2), [(2, 4, 8), (2, 6, 8), (4, 4, 8), (3, 3, 8)], []),
+    "group_norm": (lambda x: F.group_norm(x, 4), [(2, 8, 5), (3, 8, 5), (2, 16, 5), (2, 4, 5)], [(2, 10, 5)]),
+    "layer_norm": (lambda x: F.layer_norm(x, (3, 8)), [(4, 3, 8), (2, 3, 8), (3, 3, 8)], [(4, 5, 8), (4, 2, 8)]),
+    "normalized_dim": (
+        lambda x: warpnorm.layer_norm(x, normalized_dim=1),
+        [(4, 3, 8), (4, 5, 8), (5, 5, 8), (2, 3, 8)],
+        [],
+    ),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), [(4, 3, 8), (4, 5, 8), (3, 3, 8)], []),
+    "no_samples": (lambda x: F.group_norm(x, 4), [(0, 8, 5), (2, 8, 5), (0, 4, 5)], []),
+}
+
+
+@pytest.mark.parametrize("route", ["auto", "native"])
+@pytest.mark.parametrize("name", HELD)
+def test_sizes_that_a_norm_looks_at_are_held(name: str, route: str) -> None:
+    """The channels of an image are rows to the recorder, and a number to the norm."""
+    function, served, refused = HELD[name]
+    if route == "native" and not pipeline.has_compiler():
+        pytest.skip("no compiler")
+    fused = warpnorm.fuse(function)
+    with settings.override(route=route):
+        for shape in (*served, *reversed(served)):
+            x = torch.randn(shape, requires_grad=True)
+            output = fused(x)
+            torch.testing.assert_close(output, function(x), rtol=1e-4, atol=1e-5)
+            grad = torch.randn_like(output)
+            found, expected = (torch.autograd.grad(y, x, grad)[0] for y in (output, function(x)))
+            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+        for shape in refused:
+            with pytest.raises((RuntimeError, ValueError)):
+                fused(torch.randn(shape))
+
+
+def test_nothing_is_logged_where_sizes_do_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match=r"size|broadcast"):
+        warpnorm.fuse(lambda x, r: norm(x + r))(torch.randn(3, 64), torch.randn(4, 64))
+    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda x, m: norm(x) + (m + m), lambda x, m: norm(x) * (m + True), lambda x, m: norm(x + torch.add(m, m)) + m * m],
+)
+def test_a_sum_of_truths_is_an_or(function: Function) -> None:
+    x, m = torch.randn(4, 2048), torch.randn(4, 2048) > 0
+    torch.testing.assert_close(warpnorm.fuse(function)(x, m), function(x, m), rtol=1e-4, atol=1e-5)
+
+
+def _without_grad(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = q * 2
+    return norm(x) * scale
+
+
+@pytest.mark.parametrize(
+    ("function", "has_gradient"),
+    [
+        (lambda x, q: norm(x + q.detach()), False),
+        (_without_grad, False),
+        (lambda x, q: norm(x * q.detach()) + q, True),
+        (lambda x, q: norm(x) * (q > 0), False),
+    ],
+    ids=["detached", "no_grad", "both", "compared"],
+)
+def test_what_no_gradient_reaches_gets_none(function: Function, has_gradient: bool) -> None:
+    """An optimizer takes zeros for a gradient, and moves what decays."""
+    for rows in (3, 5):
+        x, q = torch.randn(rows, 2048, requires_grad=True), torch.randn(2048, requires_grad=True)
+        warpnorm.fuse(function)(x, q).sum().backward()
+        assert (q.grad is not None) == has_gradient
+        assert x.grad is not None
+        expected = torch.autograd.grad(function(x, q).sum(), (x, q), allow_unused=True)
+        torch.testing.assert_close(x.grad, expected[0], rtol=1e-3, atol=1e-3)
+        if has_gradient:
+            torch.testing.assert_close(q.grad, expected[1], rtol=1e-3, atol=1e-3)

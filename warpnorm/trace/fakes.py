@@ -81,6 +81,17 @@ class SameSize:
         return sizes[self.first] == sizes[self.second]
 
 
+@dataclass(frozen=True)
+class Exactly:
+    """A dimension whose size something in the record was made of."""
+
+    which: tuple[int, int]
+    size: int
+
+    def xreplace(self, sizes: Mapping[Any, int]) -> bool:
+        return sizes[self.which] == self.size
+
+
 class StandIns:
     """Contiguous, on the device of the real ones, with their sizes. Sizes that are alike have to stay alike."""
 
@@ -91,16 +102,20 @@ class StandIns:
         self._first: dict[int, tuple[int, int]] = {}
         self._guards = []
         for i, tensor in enumerate(tensors):
-            self.fakes.append(StandIn(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"), tensor.device))
+            elem = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            self.fakes.append(StandIn(elem, tensor.device, self.mode))
             for dim, size in enumerate(tensor.shape):
                 if size > 1:
                     self.symbols[i, dim] = i, dim
+                    self.mode.known.add(size)
                     first = self._first.setdefault(size, (i, dim))
                     if first != (i, dim):
                         self._guards.append(SameSize(first, (i, dim)))
 
     def guards(self) -> tuple[Any, ...]:
-        return tuple(self._guards)
+        """Sizes that are alike stay alike, so that one dimension of a size stands for all."""
+        pinned = [Exactly(self._first[size], size) for size in sorted(self.mode.pinned)]
+        return (*self._guards, *pinned)
 
     def seen(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What a question about sizes is answered with."""
@@ -143,15 +158,16 @@ class StandIn(torch.Tensor):
     view."""
 
     elem: torch.Tensor
+    owner: "_StandInMode"
 
     @staticmethod
-    def __new__(cls, elem: torch.Tensor, device: torch.device) -> "StandIn":
+    def __new__(cls, elem: torch.Tensor, device: torch.device, owner: "_StandInMode") -> "StandIn":
         make: Any = torch.Tensor._make_wrapper_subclass
         stand_in = make(cls, elem.shape, strides=elem.stride(), dtype=elem.dtype, device=device)
-        stand_in.elem = elem
+        stand_in.elem, stand_in.owner = elem, owner
         return stand_in
 
-    def __init__(self, elem: torch.Tensor, device: torch.device) -> None:
+    def __init__(self, elem: torch.Tensor, device: torch.device, owner: "_StandInMode") -> None:
         super().__init__()
 
     @classmethod
@@ -163,6 +179,17 @@ class _StandInMode(TorchDispatchMode):
     """Runs an elementwise operator on one element, and a view on what knows of views."""
 
     was_asked = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: set[int] = set()  # sizes of the inputs
+        self.pinned: set[int] = set()  # of these, what the record holds on to
+
+    def pin(self, size: int) -> None:
+        if size > 1 and size not in self.known:
+            raise self.asked()
+        if size > 1:
+            self.pinned.add(size)
 
     def asked(self) -> AskedForSizesError:
         self.was_asked = True
@@ -179,17 +206,17 @@ class _StandInMode(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StandIn)]
         if func.namespace == "warpnorm":
             dtype = args[1] if func is torch.ops.warpnorm.relabel.default else args[0].dtype
-            return StandIn(_like(args[0].elem, dtype), args[0].device)
+            return StandIn(_like(args[0].elem, dtype), args[0].device, self)
         if tensors and is_pointwise(func) and not func.is_view:
             return self._pointwise(func, args, kwargs, tensors)
         if tensors and func in SAME_SHAPE:
             elem = _like(args[0].elem, kwargs.get("dtype") or args[0].dtype)
-            return StandIn(elem, torch.device(kwargs.get("device") or args[0].device))
+            return StandIn(elem, torch.device(kwargs.get("device") or args[0].device), self)
         if not (self._is_sizeless(func, args) if tensors else self._is_scalar(func, args)):
             raise self.asked()
         device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else torch.get_default_device()))
         args, kwargs = pytree.tree_map_only(StandIn, lambda tensor: tensor.elem, (args, kwargs))
-        return StandIn(func(*args, **kwargs | ({"device": "meta"} if not func.is_view else {})), device)
+        return StandIn(func(*args, **kwargs | ({"device": "meta"} if not func.is_view else {})), device, self)
 
     @staticmethod
     def _is_sizeless(func: Any, args: Sequence[Any]) -> bool:
@@ -224,8 +251,8 @@ class _StandInMode(TorchDispatchMode):
 
         def of_all(one: torch.Tensor) -> torch.Tensor:
             if like is None:
-                return StandIn(torch.empty(shape, dtype=one.dtype, device="meta"), device)
-            return StandIn(_like(like, one.dtype), device)
+                return StandIn(torch.empty(shape, dtype=one.dtype, device="meta"), device, self)
+            return StandIn(_like(like, one.dtype), device, self)
 
         return pytree.tree_map_only(torch.Tensor, of_all, result)
 
@@ -240,6 +267,14 @@ def _like(elem: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _one_element(tensor: torch.Tensor) -> torch.Tensor:
     return torch.ones([1] * tensor.ndim, dtype=tensor.dtype)
+
+
+def fixed_size(tensor: torch.Tensor, dim: int) -> int:
+    """A size that the record holds on to: a call of another one is recorded anew."""
+    size = tensor.shape[dim]
+    if isinstance(tensor, StandIn):
+        tensor.owner.pin(size)
+    return int(size)
 
 
 def is_fake(tensor: Any) -> bool:

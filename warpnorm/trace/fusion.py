@@ -2,7 +2,9 @@
 expressions over the same operands, and with the norm they are a call like any other."""
 
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -84,6 +86,7 @@ class Captured:
     names: tuple[str, ...]
     shapes: tuple[Any, ...] = ()  # the only ones that it serves, where no symbols could stand for them
     effects: tuple[Average | Count, ...] = ()
+    unreached: tuple[int, ...] = ()  # operands that no gradient reaches
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
         return {symbol: tensors[i].shape[dim] for symbol, (i, dim) in self.symbols.items()}
@@ -122,15 +125,27 @@ def by_stand_ins(request: Request) -> Captured | None:
 
 def by_symbols(request: Request) -> Captured:
     fakes = Symbols(request.tensors)
-    try:
-        recorder, result = _record(request, fakes)
-    except FusionError:
-        raise
-    except Exception:  # a symbol in a place that takes no symbols; what is wrong with the function is raised again
-        fakes = Symbols(request.tensors, are_symbolic=False)
-        recorder, result = _record(request, fakes)
-        return replace(_cut(recorder, fakes, result, request), shapes=_shapes(request.tensors))
+    with _silent(
+        logging.getLogger("torch._subclasses.fake_tensor")
+    ):  # what is wrong is raised, and need not be said before
+        try:
+            recorder, result = _record(request, fakes)
+        except FusionError:
+            raise
+        except Exception:  # a symbol in a place that takes no symbols; what is wrong with the function is raised again
+            fakes = Symbols(request.tensors, are_symbolic=False)
+            recorder, result = _record(request, fakes)
+            return replace(_cut(recorder, fakes, result, request), shapes=_shapes(request.tensors))
     return _cut(recorder, fakes, result, request)
+
+
+@contextmanager
+def _silent(logger: logging.Logger) -> Iterator[None]:
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -206,7 +221,7 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
     shown = tuple(request.names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
     return Captured(
         call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown,
-        effects=tuple(map(_effect, recorder.effects)),
+        effects=tuple(map(_effect, recorder.effects)), unreached=_unreached(builder.sources, outputs),
     )  # fmt: skip
 
 
@@ -303,8 +318,18 @@ def _renamed(
 
 
 def _is_differentiable(value: Any) -> bool:
-    """Whether a gradient would reach an input: not through detach(), nor through integers and booleans."""
-    return any(isinstance(v, Source) for v in _reached(value, lambda v: v.fake.is_floating_point() and not _ends(v)))
+    return any(_differentiated(value))
+
+
+def _differentiated(value: Any) -> Iterator[Source]:
+    """The inputs that a gradient would reach: not through detach(), nor through integers and booleans."""
+    passed = _reached(value, lambda v: v.fake.is_floating_point() and not _ends(v))
+    return (v for v in passed if isinstance(v, Source))
+
+
+def _unreached(sources: Sequence[Source], outputs: Sequence[Recorded]) -> tuple[int, ...]:
+    reached = {(s.index, str(s.moves)) for value in outputs for s in _differentiated(value)}
+    return tuple(k for k, s in enumerate(sources) if (s.index, str(s.moves)) not in reached)
 
 
 def _ends(value: Source | Result) -> bool:

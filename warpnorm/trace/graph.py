@@ -51,6 +51,8 @@ def _node(node: torch.fx.Node, value: Any, nodes: list[Node]) -> Value:
         return Literal.of(float("nan"))
     name, args = operators.spelled(target, node.args, node.kwargs)
     dtype = node.meta["val"].dtype
+    if name == "add" and dtype == torch.bool:
+        name = "logical_or"  # as PyTorch has it
     operators.check(name, dtype)
     values = tuple(value(arg) for arg in args)
     if name == "where" and isinstance(values[0], Literal):

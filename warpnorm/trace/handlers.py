@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from warpnorm.errors import InputError
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
+from warpnorm.trace.fakes import fixed_size
 from warpnorm.trace.record import average, normalize, refuse, relabel
 from warpnorm.trace.record import dropout as drop
 
@@ -69,11 +70,11 @@ def _norm(norm: Norm, given: dict[str, Any]) -> torch.Tensor:
 
 def _normalized_shape(norm: Norm, given: dict[str, Any], c: torch.Tensor) -> tuple[int, ...]:
     if given.get("normalized_dim") is not None:
-        return tuple(int(size) for size in c.shape[given["normalized_dim"] :])
+        return tuple(fixed_size(c, dim) for dim in range(c.ndim)[given["normalized_dim"] :])
     wanted = given["normalized_shape"]
     shape = tuple(int(size) for size in ((wanted,) if isinstance(wanted, int | torch.SymInt) else wanted))
-    own = c.shape[c.ndim - len(shape) :] if shape else ()
-    if not shape or len(shape) > c.ndim or tuple(int(size) for size in own) != shape:
+    own = tuple(fixed_size(c, dim) for dim in range(max(c.ndim - len(shape), 0), c.ndim)) if shape else ()
+    if not shape or own != shape:
         raise InputError(
             f"{norm.name}: normalized_shape is {shape}, but input has shape {tuple(c.shape)}, which does not end with it"
         )
@@ -103,7 +104,7 @@ def batch_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def group_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     given = _bound(F.group_norm if func is torch.group_norm else func, args, kwargs)
-    groups, channels = int(given["num_groups"]), given["input"].shape[1]
+    groups, channels = int(given["num_groups"]), fixed_size(given["input"], 1)
     if groups <= 0 or channels % groups:
         raise InputError(f"group_norm: num_groups is {groups}, but must divide the {channels} channels of the input")
     return _channel_norm(GROUP_NORM, given, True, groups)
@@ -111,7 +112,7 @@ def group_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def instance_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     given = _by_name(torch.instance_norm, F.instance_norm, func, args, kwargs)
-    return _channel_norm(GROUP_NORM, given, given["use_input_stats"], int(given["input"].shape[1]))
+    return _channel_norm(GROUP_NORM, given, given["use_input_stats"], fixed_size(given["input"], 1))
 
 
 def _by_name(operator: Any, function: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +138,8 @@ def _channel_norm(norm: Norm, given: dict[str, Any], is_computed: bool, groups: 
                 f"{norm.name}: {what} has shape {tuple(given[what].shape)}, but input has {c.shape[1]} channels"
             )
     c = _autocast("group_norm" if "num_groups" in given else "batch_norm", c)
-    count = c.numel() // (c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1))
+    shares = c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1)
+    count = c.numel() // shares if c.numel() > 0 else 0
     if is_computed and count == 1 and (norm is BATCH_NORM or groups == c.shape[1]):
         raise InputError(
             f"{norm.name}: expected more than 1 value per channel when training, got input {tuple(c.shape)}"

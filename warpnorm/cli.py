@@ -156,12 +156,16 @@ def _demo(parsed: argparse.Namespace, console: Console) -> int:
 def _bench(parsed: argparse.Namespace, console: Console) -> int:
     device = default_device()
     selected = _selected(parsed, cases.all_cases(device, parsed.quick))
+    if parsed.resume and parsed.update:
+        raise ValueError("--resume keeps what is done, --update measures it anew: give one of them")
     if (parsed.resume or parsed.update) and not parsed.json:
         raise ValueError(f"{'--resume' if parsed.resume else '--update'} needs --json, the file that has what is done")
     if parsed.json:
         if parsed.json.is_dir():
             raise ValueError(f"--json: {parsed.json} is a folder; name a file in it")
         parsed.json.parent.mkdir(parents=True, exist_ok=True)
+        if (parsed.resume or parsed.update) and parsed.json.exists() and not report.is_result(parsed.json):
+            raise ValueError(f"{parsed.json} is no result file of bench; name another, or leave it away")
     earlier = report.read_json(parsed.json, device_name(device)) if parsed.resume or parsed.update else []
     if parsed.update and not earlier and parsed.json.exists():
         raise ValueError(f"--update: {parsed.json} is of another machine or other versions; measure all of it anew")

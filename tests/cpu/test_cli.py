@@ -440,3 +440,20 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(
     assert "is a folder; name a file in it" in capsys.readouterr().out
     assert bench_with(tmp_path / "file" / "results.json") == 2
     assert "file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--resume", "--update"])
+def test_what_is_no_result_file_is_not_overwritten(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "notes.json"
+    path.write_text('{"mine": 1}')
+    assert bench_with(path, option) == 2
+    assert "is no result file of bench" in capsys.readouterr().out
+    assert path.read_text() == '{"mine": 1}'
+    assert bench_with(path, "--resume", "--update") == 2
+
+
+def test_a_shape_that_no_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "layer_norm", "--shape", "99999999999x99999999999"]) == 2
+    assert "larger than this machine can have" in capsys.readouterr().out

@@ -45,7 +45,10 @@ def explained(case: BenchCase, target: str | None, asm: bool) -> Explanation:
     workload, shape, of_full = case.workload, case.shape, case.dtype
     of_vectors = compute_dtype([of_full]) if workload.keeps_precision else of_full
     memory = torch.channels_last if case.layout == NHWC else torch.contiguous_format
-    full = [torch.empty(shape, dtype=of_full, memory_format=memory) for _ in range(workload.full)]
+    try:
+        full = [torch.empty(shape, dtype=of_full, memory_format=memory) for _ in range(workload.full)]
+    except RuntimeError:
+        raise ValueError(f"a tensor of {case.size} elements is larger than this machine can have") from None
     vectors = [torch.empty(shape[workload.parameter_dim], dtype=of_vectors) for _ in range(workload.parameters)]
     if case.direction == BACKWARD:
         full, vectors = ([tensor.requires_grad_() for tensor in tensors] for tensors in (full, vectors))

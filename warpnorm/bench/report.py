@@ -160,6 +160,14 @@ def head(device_name: str) -> dict[str, Any]:
     }
 
 
+def is_result(path: Path) -> bool:
+    """Whether a file was written by `write_json`."""
+    try:
+        return isinstance(json.loads(path.read_text())["results"], list)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
 def read_json(path: Path, device_name: str) -> list[dict[str, Any]]:
     """The records of an earlier run with the same versions on the same machine; otherwise none."""
     try:

@@ -115,7 +115,8 @@ class Repeat:
         views = tuple(map(View.of, (*operands, *self.outputs(input))))
         launch: Any = pipeline.prepare_forward(call, views, input.device, None)
         self.launch = launch
-        self.place = (input.device, launch.space.rows, launch.problem.compute, call.norm.name)
+        self.scratch_rows = 1 << max(launch.space.rows - 1, 0).bit_length()  # so that many batches share few places
+        self.place = (input.device, self.scratch_rows, launch.problem.compute, call.norm.name)
         self._backward: dict[Any, Any] = {}
 
     def outputs(self, input: torch.Tensor) -> tuple[torch.Tensor]:
@@ -133,8 +134,8 @@ class Repeat:
         return outputs[0]
 
     def _new_scratch(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        scratch = self.launch.empty_statistics(like.device)
-        is_kept = sum(s.nbytes for s in scratch) <= LARGEST_SCRATCH and len(_scratch) < LARGEST_CACHE
+        scratch = self.launch.empty_statistics(like.device, self.scratch_rows)
+        is_kept = sum(s.nbytes for s in scratch) <= LARGEST_SCRATCH
         if is_kept and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
             _scratch[self.place] = scratch
         return scratch

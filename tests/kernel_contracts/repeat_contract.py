@@ -159,3 +159,12 @@ def test_gradients_of_other_layouts(device: str) -> None:
                 expected = torch.autograd.grad(F.layer_norm(leaves[0], (COLS,), *leaves[1:]), wanted, grad)
                 for a, b in zip(found, expected, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_many_batches_share_few_places(device: str) -> None:
+    for rows in range(1, 33):
+        x, w, b = operands(rows, device)
+        for _ in range(2):
+            torch.testing.assert_close(warpnorm.layer_norm(x, COLS, w, b), F.layer_norm(x, (COLS,), w, b))
+    assert len(repeat._seen) == 32
+    assert len(repeat._scratch) == 6

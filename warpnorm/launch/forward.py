@@ -47,8 +47,9 @@ class ForwardLaunch:
         averaged = self.without_running if running is None or not self.without_running else running.arguments
         self.kernel.launch(self.programs, tuple(operands), tuple(outputs), statistics, *self.geometry, *averaged)
 
-    def empty_statistics(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        return empty_statistics(self.problem, self.space.rows, device)
+    def empty_statistics(self, device: torch.device, rows: int | None = None) -> tuple[torch.Tensor, ...]:
+        """Of this call, or of more rows."""
+        return empty_statistics(self.problem, self.space.rows if rows is None else rows, device)
 
     @cached_property
     def programs(self) -> tuple[int, int]:

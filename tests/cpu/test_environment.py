@@ -9,6 +9,7 @@ from functools import partial, reduce
 from types import MethodType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -279,6 +280,10 @@ REFUSALS = [
     Refusal("in_self", on(lambda self, x: str(self.plain))(Block()), "`self.plain` is of type Plain", "all of it"),
     Refusal("module", lambda x: vars(json), "`json` is of type module", "all of it may be read"),
     Refusal("clock", lambda x: x * time.time(), "`time.time` is of type builtin", "another value each time"),
+    Refusal(
+        "drawn", lambda x: x * np.random.rand(), "reads `np.random.rand`, which changes", "another value each time"
+    ),
+    Refusal("seed", lambda x: x * torch.initial_seed(), "reads `torch.initial_seed`, which changes", "it may be set"),
     Refusal("globals", lambda x: globals()["count"], "`globals` is of type builtin", "no path shows what it reads"),
     Refusal("hooks", hooked.forward, "`self.norm` is of type LayerNorm, with hooks", "they would run only once"),
     Refusal("ring", lambda x: ring[0], "`ring` is of type list, and holds itself", "it has no end"),

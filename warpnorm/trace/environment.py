@@ -22,6 +22,15 @@ from warpnorm.errors import FusionError
 # Packages whose functions read nothing that a user changes; `_operator` is `operator` all the same.
 TRUSTED = frozenset({"torch", "warpnorm", "numpy", "builtins", "math", "operator", "functools", "itertools", "typing"})
 TRUSTED |= {"collections", "contextlib", "dataclasses", "enum", "abc", "types"}
+# What they have that does change; dots end a name
+CHANGING = (
+    "numpy.random.",
+    "torch.initial_seed",
+    "torch.seed",
+    "torch.random.",
+    "torch.get_num_threads",
+    "torch.get_rng_state",
+)
 UNSEEN = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})  # builtins that read what no path shows
 MODULE_STATE = frozenset(vars(nn.Module()))
 # What a class carries for itself, and methods that nobody runs on an object that is there already.
@@ -70,9 +79,10 @@ class _Nothing:
 
 _BUILTINS = vars(builtins)
 SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(Environment)["key"]))  # hold no state
-# Values that are their own key, whatever is read from them; by id, for not every value has a hash. Trusted modules join.
+# Values that are their own key, whatever is read from them; by id, for not every value has a hash.
 _fixed: dict[int, Any] = {id(v): v for k, v in _BUILTINS.items() if callable(v) and k not in UNSEEN}
 _fixed[id(_Nothing)] = _Nothing
+_modules: dict[tuple[int, str], ModuleType] = {}  # trusted ones, by the code that reads them under a name
 _reads: tuple[dict[int, Reads], dict[int, Reads]] = ({}, {})  # without and with `self`; by the id of the code they hold
 
 
@@ -217,7 +227,8 @@ class _Reader:
             else:
                 value = _content(closure[code.co_freevars.index("__class__" if where == "super" else name)])
                 value = super(value, owner) if where == "super" else value
-            parts.append(value if id(value) in _fixed else self.uses(code, name, value, uses))
+            is_known = id(value) in _fixed or _modules.get((id(code), name)) is value
+            parts.append(value if is_known else self.uses(code, name, value, uses))
         if function.__defaults__ or function.__kwdefaults__ or function.__dict__:
             for name in ("__defaults__", "__kwdefaults__", "__dict__"):
                 parts.append(self.uses(code, f"{code.co_name}.{name}", getattr(function, name), (Use(),)))
@@ -234,7 +245,13 @@ class _Reader:
 
     def uses(self, code: CodeType, name: str, value: Any, uses: Iterable[Use]) -> Hashable:
         if isinstance(value, ModuleType) and _trusted(value.__name__):
-            return _fixed.setdefault(id(value), value)
+            for names, _ in uses:
+                path = f"{value.__name__}.{'.'.join(names)}"
+                if path.startswith(CHANGING):
+                    what = f"reads `{'.'.join((name, *names))}`, which changes from call to call"
+                    raise _refusal(code, f"{what}; read it outside, and pass it as an argument")
+            _modules[id(code), name] = value  # the code stays alive: `_reads` has it
+            return value
         keys = []
         for names, called in uses:
             target = self.follow(value, names)

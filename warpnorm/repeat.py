@@ -111,27 +111,22 @@ class Repeat:
 
     def __init__(self, call: Call, operands: Sequence[torch.Tensor]) -> None:
         input = operands[0]
-        self.call, self.is_contiguous = call, input.is_contiguous()
-        views = tuple(map(View.of, (*operands, *self.outputs(input))))
+        self.call = call
+        views = tuple(map(View.of, (*operands, _empty(input))))
         launch: Any = pipeline.prepare_forward(call, views, input.device, None)
         self.launch = launch
         self.scratch_rows = 1 << max(launch.space.rows - 1, 0).bit_length()  # so that many batches share few places
         self.place = (input.device, self.scratch_rows, launch.problem.compute, call.norm.name)
         self._backward: dict[Any, Any] = {}
 
-    def outputs(self, input: torch.Tensor) -> tuple[torch.Tensor]:
-        if self.is_contiguous:
-            return (torch.empty_like(input),)
-        return (torch.empty(input.shape, dtype=input.dtype, device=input.device),)
-
     def __call__(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output alone, where no gradient is needed."""
-        outputs = self.outputs(operands[0])
+        output = _empty(operands[0])
         scratch = _scratch.get(self.place)
         if scratch is None:
-            scratch = self._new_scratch(outputs[0])
-        self.launch.into(operands, outputs, scratch)
-        return outputs[0]
+            scratch = self._new_scratch(output)
+        self.launch.into(operands, (output,), scratch)
+        return output
 
     def _new_scratch(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scratch = self.launch.empty_statistics(like.device, self.scratch_rows)
@@ -143,10 +138,10 @@ class Repeat:
     def forward(
         self, call: Call, operands: Sequence[Any], *, running: Running | None = None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        outputs = self.outputs(operands[0])
-        statistics = self.launch.empty_statistics(outputs[0].device)
-        self.launch.into(operands, outputs, statistics)
-        return outputs, statistics
+        output = _empty(operands[0])
+        statistics = self.launch.empty_statistics(output.device)
+        self.launch.into(operands, (output,), statistics)
+        return (output,), statistics
 
     def backward(
         self,
@@ -178,8 +173,7 @@ class Repeat:
 
 
 def _empty(like: torch.Tensor) -> torch.Tensor:
-    return (
-        torch.empty_like(like)
-        if like.is_contiguous()
-        else torch.empty(like.shape, dtype=like.dtype, device=like.device)
-    )
+    """Contiguous."""
+    if like.is_contiguous():
+        return torch.empty_like(like)  # the quicker of the two
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)

@@ -1,4 +1,4 @@
-"""A function of tensors becomes the graph of its primitive operators: it runs once on tensors without memory, and what
+"""A function of tensors becomes the graph of its primitive operators: it runs once on tensors of six elements, and what
 reaches PyTorch's dispatcher is written down. As `make_fx` does, without the second that its import takes."""
 
 import threading
@@ -24,7 +24,7 @@ _lock = threading.Lock()
 
 def pointwise(function: Callable[..., Any], inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> Graph:
     """The graph of `function`, called with one full-shaped tensor for each name in `inputs`. Traced in a thread of its
-    own, one at a time: tracing patches global state, and the caller's modes, hooks and default device are its own."""
+    own, one at a time: the caller's modes, hooks and default device are its own."""
     traced: list[Graph | BaseException] = []
 
     def trace() -> None:
@@ -61,9 +61,7 @@ class Tape(TorchDispatchMode):
         self.primitives = operators.decompositions()
 
     @classmethod
-    def _should_skip_dynamo(
-        cls,
-    ) -> bool:  # it is not entered in compiled code, and to import PyTorch's compiler takes a second
+    def _should_skip_dynamo(cls) -> bool:  # to say so imports PyTorch's compiler
         return False
 
     def input(self, dtype: torch.dtype) -> torch.Tensor:

@@ -32,10 +32,8 @@ def vjp(
         result = function(*by_name.values())
         results = result if isinstance(result, tuple) else (result,)
         reached = [(r, t.to(r.dtype).expand_as(r)) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
-        found = torch.autograd.grad(
-            [r for r, _ in reached], [by_name[name] for name in wanted], [t for _, t in reached], materialize_grads=True
-        )
-        return tuple(found)
+        leaves = [by_name[name] for name in wanted]
+        return torch.autograd.grad([r for r, _ in reached], leaves, [t for _, t in reached], materialize_grads=True)
 
     return pointwise(gradients, (*inputs, *grad_outputs), (*dtypes, *[compute] * len(grad_outputs)))
 

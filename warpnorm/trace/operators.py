@@ -154,24 +154,9 @@ SPELLINGS = {"true_divide": "div", "square": "pow", "special_erf": "erf", "absol
 
 DECOMPOSITIONS = "torch._decomp.decompositions"
 # Of those that lie elsewhere, the formulas that need nothing around them
-PLAIN = frozenset(
-    {
-        "addcdiv",
-        "addcmul",
-        "celu",
-        "elu",
-        "frac",
-        "gelu",
-        "hardtanh",
-        "leaky_relu",
-        "mish",
-        "relu6",
-        "rsub",
-        "softplus",
-        "softshrink",
-        "threshold",
-    }
-)
+PLAIN = frozenset({
+    "addcdiv", "addcmul", "celu", "elu", "frac", "gelu", "leaky_relu", "mish", "rsub", "softplus", "softshrink", "threshold",
+})  # fmt: skip
 
 
 @cache

@@ -185,6 +185,8 @@ def forward(
     device = device_of(operands)
     shape = shape_of(views)
     outputs = (out,) if out is not None else tuple(empty_output(call, operands, shape, d, device) for d in call.outputs)
+    if out is None and is_native(device):
+        _reuse_memory(outputs)
     averaged = () if running is None else (running.mean.dtype, running.variance.dtype)
     launch = prepare_forward(call, (*views, *map(View.of, outputs)), device, plan, averaged)
     statistics = launch(operands, outputs, running)
@@ -211,6 +213,8 @@ def backward(
     dtypes = [gradient.dtype for gradient in launch.problem.gradients]
     empty = torch.empty_like if call.norm.is_by_channel else _empty_contiguous
     gradients = tuple(empty(o, dtype=d) for o, d in zip(wanting, dtypes, strict=True))
+    if is_native(grads[0].device):
+        _reuse_memory(gradients)
     if gradients:
         launch(operands, grads, statistics, gradients)
     pairs = zip(launch.problem.wanted, gradients, wanting, strict=True)
@@ -226,6 +230,12 @@ def empty_output(
             if isinstance(operand, torch.Tensor) and operand.shape == shape:
                 return torch.empty_like(operand, dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _reuse_memory(results: Sequence[torch.Tensor]) -> None:
+    from warpnorm.cpu import memory
+
+    memory.reuse(results)
 
 
 def _empty_contiguous(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -10,17 +10,19 @@ from typing import Any
 from warpnorm.errors import SettingError
 
 ROUTES = ("auto", "kernels", "native", "reference")
+KEEP_MB = 256
 
 
 @dataclass(frozen=True)
 class Settings:
     """`route`: auto (kernels on a GPU, native code on a CPU, PyTorch's operators elsewhere), or one of the three forced.
     `cache_dir`: where generated source files and libraries live. `compiler`: the C compiler's name; empty is none, None
-    whichever there is."""
+    whichever there is. `keep_bytes`: memory of results on a CPU that may be kept for later ones."""
 
     route: str
     cache_dir: Path
     compiler: str | None = None
+    keep_bytes: int = KEEP_MB << 20
 
 
 _current: Settings | None = None
@@ -41,7 +43,12 @@ def _read() -> Settings:
     root = os.environ.get("WARPNORM_CACHE_DIR")
     if root is None:
         root = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "warpnorm")
-    return Settings(route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"))
+    keep = os.environ.get("WARPNORM_KEEP_MB", str(KEEP_MB))
+    if not keep.isdecimal():
+        raise SettingError(f"WARPNORM_KEEP_MB is {keep!r}, but must be a number of megabytes, 0 to keep none")
+    return Settings(
+        route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"), keep_bytes=int(keep) << 20
+    )
 
 
 def is_interpreting() -> bool:

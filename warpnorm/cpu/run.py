@@ -10,15 +10,14 @@ from typing import Any
 import torch
 
 from warpnorm.codegen import along
-from warpnorm.cpu import across, build, source
+from warpnorm.cpu import across, build, memory, source
 from warpnorm.cpu.settle import Sum
 from warpnorm.cpu.writer import is_across
 from warpnorm.problem import GROUP, NUMBER, BackwardProblem, ForwardProblem, Running
 from warpnorm.space import Space
 
-# Elements for which a thread is woken; bytes of an output from which it asks for huge pages
+# Elements for which a thread is woken
 PART = 1 << 15
-HUGE = 4 << 20
 NO_FACTORS = (0.0, 0.0, 0.0)
 
 
@@ -129,7 +128,7 @@ class NativeForward(_Launch):
         """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
         statistics = _statistics(self)
         parts = self.parts(self.units)
-        _ask_for_huge_pages(outputs, parts if self.problem.norm.is_by_channel else 1)
+        memory.ask_for_huge_pages(outputs, parts if self.problem.norm.is_by_channel else 1)
         averaged = () if running is None else (running.mean, running.variance)
         factors = NO_FACTORS if running is None else running.factors
         written = (*outputs, *statistics, *averaged)
@@ -165,7 +164,7 @@ class NativeBackward(_Launch):
         parts = self.parts(self.shared)
         partials = [of.partial(parts, gradients) for of in self.sums]
         written = [gradients[k] for k in self.problem.written]
-        _ask_for_huge_pages(written, parts if self.problem.norm.is_by_channel else 1)
+        memory.ask_for_huge_pages(written, parts if self.problem.norm.is_by_channel else 1)
         self.run(self.function, operands, (*grad_outputs, *written, *statistics, *partials), parts)
         for of, partial in zip(self.sums, partials, strict=True):
             of.settle(partial, gradients[of.which])
@@ -189,7 +188,7 @@ class AcrossForward(_Launch):
     ) -> tuple[torch.Tensor, ...]:
         space, compute = self.space, self.problem.compute
         parts = self.parts(self.places)
-        _ask_for_huge_pages(outputs, parts)
+        memory.ask_for_huge_pages(outputs, parts)
         statistics: tuple[torch.Tensor, ...] = ()
         of_lines: tuple[torch.Tensor, ...] = ()
         if self.problem.norm.is_computed:
@@ -242,7 +241,7 @@ class AcrossBackward(_Launch):
             merged = torch.empty(2, space.rows, dtype=problem.compute).unbind()
             self.run(self.merge, operands, (*grad_outputs, *sums, *merged, *partials), parts)
         written = [gradients[k] for k in problem.written]
-        _ask_for_huge_pages(written, parts)
+        memory.ask_for_huge_pages(written, parts)
         of_parts = [torch.zeros(parts, space.rows, dtype=torch.float64) for _ in last]
         self.run(self.last, operands, (*grad_outputs, *written, *of_parts, *merged, *of_lines), parts)
         partials += [sums.sum(0) for sums in of_parts]
@@ -285,14 +284,3 @@ def _threads_of_torch() -> int | None:
         except (OSError, AttributeError):
             continue
     return None
-
-
-def _ask_for_huge_pages(tensors: Sequence[torch.Tensor], parts: int = 1) -> None:
-    """`parts` threads share their pages, where they will write here and there: BatchNorm of 32 x 64 x 56 x 56 into fresh
-    memory takes 5.2 ms, and 6.0 where two of them meet at the same page."""
-    for tensor in tensors:
-        size = tensor.nbytes
-        if size >= HUGE and size == (memory := tensor.untyped_storage()).nbytes():  # all of it is this tensor's
-            build.pool().ask_for_huge_pages(
-                ctypes.c_void_p(memory.data_ptr()), ctypes.c_int64(size), ctypes.c_int64(parts)
-            )

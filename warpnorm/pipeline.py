@@ -186,7 +186,7 @@ def forward(
     shape = shape_of(views)
     outputs = (out,) if out is not None else tuple(empty_output(call, operands, shape, d, device) for d in call.outputs)
     if out is None and is_native(device):
-        _reuse_memory(outputs)
+        reuse_memory(outputs)
     averaged = () if running is None else (running.mean.dtype, running.variance.dtype)
     launch = prepare_forward(call, (*views, *map(View.of, outputs)), device, plan, averaged)
     statistics = launch(operands, outputs, running)
@@ -214,7 +214,7 @@ def backward(
     empty = torch.empty_like if call.norm.is_by_channel else _empty_contiguous
     gradients = tuple(empty(o, dtype=d) for o, d in zip(wanting, dtypes, strict=True))
     if is_native(grads[0].device):
-        _reuse_memory(gradients)
+        reuse_memory(gradients)
     if gradients:
         launch(operands, grads, statistics, gradients)
     pairs = zip(launch.problem.wanted, gradients, wanting, strict=True)
@@ -232,7 +232,8 @@ def empty_output(
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _reuse_memory(results: Sequence[torch.Tensor]) -> None:
+def reuse_memory(results: Sequence[torch.Tensor]) -> None:
+    """Of earlier results on a CPU, for new ones."""
     from warpnorm.cpu import memory
 
     memory.reuse(results)

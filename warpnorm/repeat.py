@@ -3,6 +3,7 @@ the launch. Whatever decides about a call is in the key, so that what was checke
 what may change between two calls, settings, modes and gradients, is asked each time."""
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ _scratch: dict[Any, tuple[torch.Tensor, ...]] = {}
 
 def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float | None) -> Any:
     """The output of a plain call that was seen before; otherwise the key under which it may be remembered, or nothing."""
-    if not (getattr(input, "is_cuda", False) or settings.is_interpreting()):
+    if not (getattr(input, "is_cuda", False) or settings.is_interpreting() or _is_large(input, shape)):
         return None
     operands = [operand for operand in (input, weight, bias) if operand is not None]
     if pipeline.is_seen_through(operands):  # and may have no memory to ask about
@@ -37,6 +38,16 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         return RepeatedNormalization.apply(found, found.call, *operands)
     return found(operands)
+
+
+def _is_large(input: Any, shape: Any) -> bool:
+    """Whether a row on a CPU is worth native code, and a look at what was seen before."""
+    if not getattr(input, "is_cpu", False):
+        return False
+    try:
+        return (shape if type(shape) is int else prod(shape)) > pipeline.SMALL_ROW
+    except TypeError:  # no sizes; who checks the arguments says so
+        return False
 
 
 def _key(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float | None) -> Any:
@@ -62,7 +73,10 @@ def _layout(tensor: torch.Tensor) -> Any:
 def _is_repeatable(operands: Sequence[Any]) -> bool:
     """Whether nothing that may change has changed."""
     input = operands[0]
-    if settings.current().route not in ("auto", "kernels"):
+    if settings.current().route not in (
+        "auto",
+        "native" if input.is_cpu and not settings.is_interpreting() else "kernels",
+    ):
         return False
     if input.is_cuda and input.get_device() != torch.cuda.current_device():
         return False
@@ -96,7 +110,9 @@ def first(
     if key is not None and all(a is b for a, b in zip(operands, given, strict=True)) and _is_repeatable(given):
         if len(_seen) >= LARGEST_CACHE:
             _seen.clear()
-        _seen[key] = Repeat(call, given)  # type: ignore[arg-type]
+        repeat = Repeat(call, given)  # type: ignore[arg-type]
+        if repeat.can_run:
+            _seen[key] = repeat
     stat_shape = (*input.shape[: input.ndim - len(shape)], *(1 for _ in shape))
     return output, *(statistic.view(stat_shape) for statistic in statistics)
 
@@ -115,18 +131,28 @@ class Repeat:
         views = tuple(map(View.of, (*operands, _empty(input))))
         launch: Any = pipeline.prepare_forward(call, views, input.device, None)
         self.launch = launch
+        self.can_run = hasattr(launch, "into")  # what the compiler did not build is nothing to repeat
+        if not self.can_run:
+            return
+        self.is_native = pipeline.is_native(input.device)
         self.scratch_rows = 1 << max(launch.space.rows - 1, 0).bit_length()  # so that many batches share few places
         self.place = (input.device, self.scratch_rows, launch.problem.compute, call.norm.name)
         self._backward: dict[Any, Any] = {}
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output alone, where no gradient is needed."""
-        output = _empty(operands[0])
+        output = self._empty(operands[0])
         scratch = _scratch.get(self.place)
         if scratch is None:
             scratch = self._new_scratch(output)
         self.launch.into(operands, (output,), scratch)
         return output
+
+    def _empty(self, like: torch.Tensor) -> torch.Tensor:
+        result = _empty(like)
+        if self.is_native:
+            pipeline.reuse_memory((result,))
+        return result
 
     def _new_scratch(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scratch = self.launch.empty_statistics(like.device, self.scratch_rows)
@@ -138,7 +164,7 @@ class Repeat:
     def forward(
         self, call: Call, operands: Sequence[Any], *, running: Running | None = None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        output = _empty(operands[0])
+        output = self._empty(operands[0])
         statistics = self.launch.empty_statistics(output.device)
         self.launch.into(operands, (output,), statistics)
         return (output,), statistics
@@ -166,7 +192,7 @@ class Repeat:
                 return pipeline.backward(call, operands, grad_outputs, statistics, wanted)
             self._backward[key] = launch
         which = launch.problem.wanted
-        gradients = tuple([_empty(operands[i]) for i in which])
+        gradients = tuple([self._empty(operands[i]) for i in which])
         if gradients:
             launch(operands, (grad,), statistics, gradients)
         return dict(zip(which, gradients, strict=True))

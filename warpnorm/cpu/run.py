@@ -103,13 +103,13 @@ class _Launch:
         """Hands a function the operands, tensors, and numbers."""
         pointers = [o.data_ptr() if isinstance(o, torch.Tensor) else 0 for o in operands]
         pointers += [tensor.data_ptr() for tensor in tensors]
-        numbers, reals = self.in_memory, [eps, *factors]
+        numbers, reals = self.in_memory, _reals(eps, *factors)
         if self.takes_numbers:
             whole = [o for o in operands if isinstance(o, int) and not isinstance(o, bool)]
             numbers = (ctypes.c_int64 * (len(self.numbers) + len(whole)))(*self.numbers, *whole)
-            reals += [o for o in operands if isinstance(o, float)]
-        pointed, real = (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_double * len(reals))(*reals)
-        if _pool()(function, pointed, numbers, real, parts):
+            reals = _in_memory(eps, *factors, *(o for o in operands if isinstance(o, float)))
+        pointed = (ctypes.c_void_p * len(pointers))(*pointers)
+        if _pool()(function, pointed, numbers, reals, parts):
             raise MemoryError("there is no memory for the elements of a row that native code has to keep")
 
 
@@ -127,13 +127,25 @@ class NativeForward(_Launch):
     ) -> tuple[torch.Tensor, ...]:
         """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
         statistics = _statistics(self)
+        self.into(operands, outputs, statistics, running)
+        return statistics
+
+    def into(
+        self,
+        operands: Sequence[torch.Tensor | float],
+        outputs: Sequence[torch.Tensor],
+        statistics: tuple[torch.Tensor, ...],
+        running: Running | None = None,
+    ) -> None:
         parts = self.parts(self.units)
         memory.ask_for_huge_pages(outputs, parts if self.problem.norm.is_by_channel else 1)
         averaged = () if running is None else (running.mean, running.variance)
         factors = NO_FACTORS if running is None else running.factors
-        written = (*outputs, *statistics, *averaged)
-        self.run(self.function, operands, written, parts, self.eps, factors)
-        return statistics
+        self.run(self.function, operands, (*outputs, *statistics, *averaged), parts, self.eps, factors)
+
+    def empty_statistics(self, device: torch.device, rows: int | None = None) -> tuple[torch.Tensor, ...]:
+        """Of this call, or of more rows."""
+        return _statistics(self, rows)
 
 
 @dataclass(frozen=True)
@@ -256,9 +268,16 @@ class AcrossBackward(_Launch):
         return rows.reshape(-1, 1, inner).expand(-1, pieces, inner).reshape(-1).contiguous()
 
 
-def _statistics(launch: NativeForward | AcrossForward) -> tuple[torch.Tensor, ...]:
+def _statistics(launch: NativeForward | AcrossForward, units: int | None = None) -> tuple[torch.Tensor, ...]:
     problem = launch.problem
-    return tuple(torch.empty(launch.units, dtype=problem.compute) for _ in problem.norm.statistics)
+    return tuple([torch.empty(units or launch.units, dtype=problem.compute) for _ in problem.norm.statistics])
+
+
+def _in_memory(*reals: float) -> Any:
+    return (ctypes.c_double * len(reals))(*reals)
+
+
+_reals = lru_cache(maxsize=256)(_in_memory)  # nobody writes them
 
 
 @cache

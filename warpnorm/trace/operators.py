@@ -111,6 +111,7 @@ TRITON_HALF: dict[str, str] = {
     "exp": "library.fast_expf({0})",
     "sigmoid": "ours.quick_sigmoid({0})",
     "erf": "ours.quick_erf({0})",
+    "erf_beside_one": "ours.quick_erf_beside_one({0})",
     "rsqrt": "tl.rsqrt({0})",
     "sqrt": "tl.sqrt({0})",
 }

@@ -26,7 +26,7 @@ from warpnorm.plan import device as devices
 from warpnorm.plan.plan import COLUMN, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
 from warpnorm.space import Gradients, Space, describe_backward, describe_forward, fresh, shape_of
-from warpnorm.trace import capture, differentiate
+from warpnorm.trace import at_hand, capture, differentiate
 
 if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported where it is used
     from warpnorm.cpu.fallback import FallbackBackward, FallbackForward
@@ -208,6 +208,7 @@ def backward(
     given = tuple(i for i, grad in enumerate(grad_outputs) if grad is not None)
     grads = tuple(grad.resolve_neg() for grad in grad_outputs if grad is not None)
     views = tuple(View.of(tensor) for tensor in (*operands, *grads))
+    wanted, same = without_twins(call, views, given, wanted)
     launch = prepare_backward(call, views, grads[0].device, given, wanted, plan)
     wanting: list[torch.Tensor] = [operands[i] for i in launch.problem.wanted]  # type: ignore[misc]
     dtypes = [gradient.dtype for gradient in launch.problem.gradients]
@@ -218,7 +219,26 @@ def backward(
     if gradients:
         launch(operands, grads, statistics, gradients)
     pairs = zip(launch.problem.wanted, gradients, wanting, strict=True)
-    return {i: g if g.dtype is o.dtype else g.to(o.dtype) for i, g, o in pairs}
+    found = {i: g if g.dtype is o.dtype else g.to(o.dtype) for i, g, o in pairs}
+    return found | {twin: found[i] for twin, i in same.items()}
+
+
+@lru_cache(maxsize=4096)
+def without_twins(
+    call: Call, views: tuple[View, ...], given: tuple[int, ...], wanted: tuple[int, ...]
+) -> tuple[tuple[int, ...], dict[int, int]]:
+    """The operands whose gradients are written, and of the others whose gradient is theirs too."""
+    dtypes = inside(call, views)
+    gradients = Gradients.of(capture.forward_graphs(call.prologue, call.epilogue, *dtypes), given, wanted)
+    written = tuple(fresh(views[i], call.norm) for i in gradients.wanted)
+    same = at_hand.twins(call, *dtypes, gradients, written)
+    return tuple(i for i in wanted if i not in same), same
+
+
+def shortcut(call: Call, operands: Tensors) -> at_hand.Shortcut | None:
+    """The same call of a sum that is one of its outputs, if it is."""
+    views = tuple(map(View.of, operands))
+    return at_hand.shortcut(call, tuple(view.dtype for view in views), *inside(call, views))
 
 
 def empty_output(

@@ -1,5 +1,6 @@
 """Forward and backward launches as one differentiable operation. Only the operands and the statistics are kept:
-backward computes c again. The second derivative goes through the composite of `reference.py`."""
+backward computes c again. Of operands whose sum is c and an output, that output is kept instead. The second derivative
+goes through the composite of `reference.py`."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -8,6 +9,7 @@ import torch
 
 from warpnorm.problem import Call, Running
 from warpnorm.reference import composite
+from warpnorm.trace.at_hand import Shortcut
 
 
 class Flow(Protocol):
@@ -26,6 +28,8 @@ class Flow(Protocol):
         wanted: tuple[int, ...],
     ) -> dict[int, torch.Tensor]: ...
 
+    def shortcut(self, call: Call, operands: Sequence[torch.Tensor | float]) -> Shortcut | None: ...
+
 
 class Normalization(torch.autograd.Function):
     """(flow, call, running, *operands) -> (*outputs, *statistics)."""
@@ -35,7 +39,13 @@ class Normalization(torch.autograd.Function):
         ctx: Any, flow: Flow, call: Call, running: Running | None, *operands: torch.Tensor | float
     ) -> tuple[torch.Tensor, ...]:
         outputs, statistics = flow.forward(call, operands, running=running)
-        ctx.flow, ctx.call = flow, call
+        ctx.flow, ctx.call, ctx.count = flow, call, len(operands)
+        ctx.kept = [(i,) for i in range(len(operands))]  # whose gradient that of each kept tensor is
+        short = flow.shortcut(call, operands) if any(ctx.needs_input_grad[3:]) else None
+        if short is not None:
+            ctx.call = short.call
+            ctx.kept = [short.summed, *((i,) for i in short.others)]
+            operands = (outputs[short.output], *(operands[i] for i in short.others))
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
         ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands), *statistics)
         detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
@@ -48,16 +58,18 @@ class Normalization(torch.autograd.Function):
         count = len(ctx.numbers)
         grad_outputs = grads[: len(ctx.call.outputs)]
         if all(grad is None for grad in grad_outputs):
-            return (None,) * (3 + count)
+            return (None,) * (3 + ctx.count)
         saved = ctx.saved_tensors  # once: each read unpacks anew, which checkpointing refuses
         operands, statistics = _with_numbers(saved[:count], ctx.numbers), saved[count:]
-        wanted = tuple(i for i in range(count) if ctx.needs_input_grad[3 + i])
+        needed = [tuple(i for i in which if ctx.needs_input_grad[3 + i]) for which in ctx.kept]
+        wanted = tuple(k for k, which in enumerate(needed) if which)
         if torch.is_grad_enabled():  # these gradients may be differentiated again
             gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grad_outputs, *operands)
             found = dict(zip(wanted, gradients, strict=True))
         else:
             found = ctx.flow.backward(ctx.call, operands, grad_outputs, statistics, wanted)
-        return (None, None, None, *(found.get(i) for i in range(count)))
+        by_operand = {i: found.get(k) for k, which in enumerate(needed) for i in which}
+        return (None, None, None, *(by_operand.get(i) for i in range(ctx.count)))
 
 
 class RepeatedNormalization(torch.autograd.Function):
@@ -102,7 +114,12 @@ class NormalizationBackward(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         grad_outputs, operands = tensors[: len(call.outputs)], tensors[len(call.outputs) :]
         found = flow.backward(call, operands, grad_outputs, statistics, wanted)  # type: ignore[arg-type]
-        return tuple(found.get(i) for i in wanted)
+        gradients: list[torch.Tensor | None] = []
+        for i in wanted:
+            gradient = found.get(i)
+            is_there = any(gradient is g for g in gradients if g is not None)
+            gradients.append(gradient.detach() if is_there and gradient is not None else gradient)  # each has a history
+        return tuple(gradients)
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

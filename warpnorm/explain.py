@@ -17,7 +17,7 @@ from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, is_large_call
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import COLUMN, LONG_ROW, Plan
+from warpnorm.plan.plan import COLUMN, LONG_ROW, ROW, Plan
 from warpnorm.problem import NUMBER, TILES, BackwardProblem, Call, ForwardProblem, Operand, View, operand_name
 from warpnorm.space import Space
 
@@ -44,9 +44,10 @@ class Direction:
     def lines(self) -> list[str]:
         plan = self.plan
         sizes = f"{plan.block_rows} x {plan.block_cols}, {plan.warps} warps, {plan.stages} stages"
+        blocks = f", a row is {plan.chunks} of them" * (plan.pattern == ROW and plan.chunks > 1)
         shared = f", {plan.programs} programs" * bool(plan.programs) + f", {plan.splits} to a row" * (plan.splits > 1)
         lines = [
-            f"plan       {plan.pattern}: tiles of {sizes}{shared}",
+            f"plan       {plan.pattern}: tiles of {sizes}{blocks}{shared}",
             f"why        {plan.why}",
             *(f"launch     {name} on {' x '.join(map(str, size))} programs" for name, size in self.launches),
             f"memory     {_megabytes(self.bytes_moved)} moved, {_megabytes(self.least_bytes)} is the least "

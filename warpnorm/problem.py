@@ -213,15 +213,18 @@ def inner_lines(gradient: Operand) -> int:
 @dataclass(frozen=True)
 class Problem:
     """What forward and backward share. `cols_class` is the column count rounded up to a power of two, `cols_divisor` a power
-    of two that divides it; `is_exact` if nothing was rounded, so that no column of a tile has to be masked. Of a norm by
-    channel the rows here are lines, of which several may share a statistic (`has_pieces`), and also the number of lines and
-    the sizes of axes have divisors."""
+    of two that divides it; `is_exact` if nothing was rounded, so that no column of a tile has to be masked; `width` the
+    count rounded up to an eighth of that power, `is_filled` if nothing was. Of a norm by channel the rows here are lines, of
+    which several may share a statistic (`has_pieces`), the width is that power, and also the number of lines and the sizes
+    of axes have divisors."""
 
     norm: Norm
     compute: torch.dtype
     cols_class: int
     cols_divisor: int
     is_exact: bool
+    width: int
+    is_filled: bool
     operands: tuple[Operand, ...]
     prologue: Graph  # operands -> c
     has_pieces: bool

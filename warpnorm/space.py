@@ -97,15 +97,18 @@ def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Gra
 
 def _head(
     call: Call, views: Sequence[View], space: Space, prologue: Graph
-) -> tuple[Norm, torch.dtype, int, int, bool, tuple[Operand, ...], Graph, bool, int, tuple[int, ...], bool]:
+) -> tuple[Norm, torch.dtype, int, int, bool, int, bool, tuple[Operand, ...], Graph, bool, int, tuple[int, ...], bool]:
     """What every problem begins with."""
     compute = compute_dtype([call.compute, *(view.dtype for view in views)])
     is_exact = space.cols == space.cols_class
     operands = space.operands[: len(call.axes)]
-    head = (call.norm, compute, space.cols_class, space.cols_divisor, is_exact, operands, prologue)
+    # Columns of a norm by channel may be samples, whose number should not take another kernel
+    eighth = space.cols_class if call.norm.is_by_channel else max(space.cols_class // 8, 1)
+    width = -(-space.cols // eighth) * eighth
+    head = (call.norm, compute, space.cols_class, space.cols_divisor, is_exact, width, width == space.cols, operands)
     divisors = space.size_divisors or (1,) * len(space.sizes)
     has_many_lines = call.norm.is_by_channel and max(space.rows, space.cols) > LARGEST_CLASS
-    return *head, space.pieces > 1, space.rows_divisor, divisors, has_many_lines
+    return *head, prologue, space.pieces > 1, space.rows_divisor, divisors, has_many_lines
 
 
 class Gradients(NamedTuple):

@@ -83,17 +83,28 @@ def test_two_level_reduction(norm: Norm, target: str) -> None:
 @pytest.mark.parametrize("cols", [128, 760, 4096, 16384])  # 760: aligned rows, not a power of two
 def test_sixteen_byte_accesses(cols: int, dtype: torch.dtype, target: str) -> None:
     """Every load and store of an aligned half-precision row moves 16 bytes: through registers or straight to shared
-    memory."""
+    memory. 8 in the backward of rows in blocks, where more warps gain more."""
     for norm in NORMS:
         for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
             assert plan.pattern == ROW or cols > 8192
             code = kernel.asm["ptx"]
-            wide_loads = len(re.findall(r"ld\.global\S*\.v4\.b32", code)) + len(
-                re.findall(r"cp\.async\.cg\S* .*0x10", code)
+            words = 4 if direction == "forward" or plan.chunks == 1 else min(plan.block_cols // (plan.warps * 64), 4)
+            wide_loads = len(re.findall(rf"ld\.global\S*\.v{words}\.b32", code)) + len(
+                re.findall(rf"cp\.async\.c[ag]\S* .*0x{4 * words:x}", code)
             )
             assert wide_loads > 0, direction
-            assert re.search(r"st\.global\S*\.v4\.b32", code), direction
+            assert re.search(rf"st\.global\S*\.v{words}\.b32", code), direction
             assert not re.search(r"(ld|st)\.global\S*\.[bu]16", code), f"{direction}: single elements are moved"
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize(("cols", "dtype"), [(65536, torch.bfloat16), (40960, torch.float16), (32768, torch.float32)])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_wide_rows_lie_in_registers(norm: Norm, cols: int, dtype: torch.dtype, target: str) -> None:
+    problem = forward_problem(norm, cols, dtype)
+    plan = choose.forward(problem, KNOWN[target])
+    assert (plan.pattern, plan.recomputes) == (ROW, True)
+    assert local_memory(bind.forward(problem, plan, KNOWN[target], 0).compiled.asm["cubin"]) == 0
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -104,11 +115,13 @@ def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
     widths = (
         [2047, 4096, 8192, 16384]
         if dtype == torch.float64
-        else [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383]
+        else [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383, 1536, 5120, 12288]
     )
     for cols in widths:
         for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
-            assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} of {cols} columns with {plan}"
+            # RMSNorm backward keeps 16384 sums in registers: some bytes do not fit, and yet it is faster than a team
+            allowed = 32 if (norm, cols, direction, plan.pattern) == (RMS_NORM, 16384, "backward", ROW) else 0
+            assert local_memory(kernel.asm["cubin"]) <= allowed, f"{direction} of {cols} columns with {plan}"
 
 
 @pytest.mark.parametrize("cols", [100, 1024, 8192, 16384, 40000])

@@ -20,6 +20,8 @@ PLANS = (
     Plan(TEAM, 1, 16, 1, programs=2, splits=16),
     Plan(TEAM, 1, 32, 1, programs=3, splits=2, chunks=4, stages=3),
     Plan(TEAM, 1, 16, 1, programs=4, splits=8, chunks=2, stages=2),
+    Plan(TEAM, 1, 64, 2, programs=3, splits=5, stages=2),
+    Plan(TEAM, 1, 32, 1, programs=2, splits=3, chunks=4, stages=3),
 )
 
 
@@ -87,7 +89,7 @@ def test_replayed_graphs(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
-@pytest.mark.parametrize("cols", [16_384, 32_768, 65_536, 262_144])
+@pytest.mark.parametrize("cols", [20_480, 32_768, 65_536, 262_144])
 def test_widths_that_choose_a_team(cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
     input = torch.randn(300, cols, device=device).to(dtype)
     operands = operands_for(norm, input, 1)

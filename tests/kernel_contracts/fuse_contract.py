@@ -19,7 +19,7 @@ from warpnorm.fuse import NOTHING, Fused, arrange
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
 
 COLS = 24
-LONG = 9000
+LONG = 70_000
 
 
 def layer(x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from warpnorm.codegen.reduction import Reduction
-from warpnorm.plan.plan import COLUMN, LONG_ROW, TEAM, Plan
+from warpnorm.plan.plan import COLUMN, LONG_ROW, ROW, TEAM, Plan
 
 SHOWN_RUNS = 4
 SHOWN_MASKS = 30
@@ -112,6 +112,9 @@ def _times(count: int) -> str:
 
 def _beyond(plan: Plan) -> Iterator[str]:
     """What is larger than a tile."""
+    if plan.pattern == ROW and plan.chunks > 1:
+        yield ""
+        yield f"4  Along the row: it is {plan.chunks} tiles, which each thread adds before threads meet"
     if plan.pattern == LONG_ROW:
         yield ""
         yield f"4  Along the row: a program walks it {plan.block_cols} columns at a time; each thread keeps the statistic of"

@@ -141,5 +141,5 @@ def shown(plan: Plan) -> str:
     words = [f"{plan.pattern} {plan.block_rows} x {plan.block_cols}", f"{plan.warps} warps"]
     words += [f"{plan.programs} programs"] * bool(plan.programs) + [f"{plan.splits} to a row"] * (plan.splits > 1)
     words += [f"{plan.chunks} chunks"] * (plan.chunks != 1) + [f"{plan.stages} stages"] * (plan.stages > 1)
-    words += [f"{plan.ahead} ahead"] * bool(plan.ahead) + ["recomputes"] * plan.recomputes
+    words += [f"{plan.ahead} ahead"] * bool(plan.ahead) + ["late"] * plan.late + ["recomputes"] * plan.recomputes
     return ", ".join(words)

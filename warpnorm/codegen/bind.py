@@ -179,6 +179,9 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
     constants |= {"IS_CENTERED": problem.norm.is_centered, "IS_EXACT": _is_exact(problem, plan)}
     if plan.pattern == ROW:
         constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
+        constants |= _functions(functions, "hold")
+        constants |= {"CHUNKS": plan.chunks, "FULL_CHUNKS": _full_chunks(problem, plan), "IS_LATE": plan.late}
+        constants["RECOMPUTES"] = _recomputes(plan, device)
         constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
         constants |= {"KEEPS_VARIANCE": problem.norm.keeps_variance, "HAS_RUNNING": bool(problem.running)}
         return BoundKernel(row_forward_kernel, arguments | running, constants, plan, device)
@@ -231,7 +234,9 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
         return BoundKernel(team_backward_kernel, arguments | mailbox | geometry, constants, plan, device)
     if plan.pattern == ROW:
         constants |= _functions(cache.load(pointwise.backward_source(problem)), "hold")
-        constants |= {"BLOCK_ROWS": plan.block_rows, "RECOMPUTES": plan.recomputes and device.backend == "cuda"}
+        constants |= {"BLOCK_ROWS": plan.block_rows, "CHUNKS": plan.chunks}
+        constants["FULL_CHUNKS"] = _full_chunks(problem, plan)
+        constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_LIGHT": _is_light(problem)}
         constants["HAS_GROUPS"] = not problem.norm.is_by_channel  # whose lines never come in groups
         # The gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
         is_fused = problem.cols_class > 1
@@ -299,11 +304,26 @@ def _column_sum(
     return BoundKernel(column_sum_kernel, arguments, constants, plan, device)
 
 
+def _recomputes(plan: Plan, device: Device) -> bool:
+    return plan.recomputes and device.backend == "cuda"  # whose assembler what is held is written for
+
+
+def _is_light(problem: Problem) -> bool:
+    """Whether c is what lies in memory, widened, which takes fewer registers to hold."""
+    return not problem.prologue.nodes and all(o.dtype.itemsize < problem.compute.itemsize for o in problem.tiles)
+
+
+def _full_chunks(problem: Problem, plan: Plan) -> int:
+    """How many blocks of columns no row of the problem has less of: it has more columns than an eighth below the width."""
+    eighth = problem.cols_class if problem.norm.is_by_channel else max(problem.cols_class // 8, 1)
+    return plan.chunks if _is_exact(problem, plan) else (problem.width - eighth) // plan.block_cols
+
+
 def _is_exact(problem: Problem, plan: Plan) -> bool:
     """Whether the blocks of columns together are as wide as a row."""
     if plan.pattern == LONG_ROW:
         return problem.is_exact and plan.block_cols <= problem.cols_class
-    return problem.is_exact and plan.block_cols * plan.chunks * plan.splits == problem.cols_class
+    return problem.is_filled and plan.block_cols * plan.chunks * plan.splits == problem.width
 
 
 def _walk(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
@@ -358,10 +378,13 @@ def _functions(module: ModuleType, *names: str) -> dict[str, Any]:
 
 
 def _pointers(problem: Problem, operands: Sequence[Operand]) -> tuple[Argument, ...]:
+    """Where rows begin anywhere, and each element is moved alone, nobody is told that a weight lies better: threads would
+    have 8 neighbours of it each, and the same columns of a row, lane by lane 16 bytes apart."""
+    is_told = problem.has_vectors or problem.norm.is_by_channel
     return tuple(
         Argument(TYPES[problem.compute if operand.dtype.is_floating_point else operand.dtype])
         if operand.axes == NUMBER
-        else Argument("*" + TYPES[operand.dtype], ALIGNED if operand.is_aligned else 1)
+        else Argument("*" + TYPES[operand.dtype], ALIGNED if operand.is_aligned and is_told else 1)
         for operand in operands
     )
 

@@ -39,6 +39,7 @@ def forward_source(problem: ForwardProblem) -> str:
     return _module(
         _load_columns(problem),
         _load_rows(problem),
+        _hold(problem),
         *(_by_lines(problem) if problem.norm.is_by_channel else []),
         _prologue(problem),
         _step("epilogue", problem.epilogue, problem),
@@ -255,7 +256,7 @@ def _load_tiles(problem: Problem) -> str:
     return _function("load_tiles", parameters, lines, _tuple(names))
 
 
-def _hold(problem: BackwardProblem) -> str:
+def _hold(problem: Problem) -> str:
     values = []
     for k, operand in enumerate(operand for _, _, operand in loaded(problem) if operand.axes in BY_ROW):
         is_held = operand.axes in TILES and operand.dtype.itemsize <= 4

@@ -14,6 +14,13 @@ def column_mask(col_offsets, cols, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
+def block_columns(block, cols, IS_EXACT: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Offsets and mask of one of the blocks of columns that a row is."""
+    col_offsets = block * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    return col_offsets, column_mask(col_offsets, cols, IS_EXACT)
+
+
+@triton.jit
 def rows_mask(row_offsets, rows):
     """A lone row of a tile is always there: no program runs without one."""
     if row_offsets.shape[0] == 1:

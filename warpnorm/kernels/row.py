@@ -1,17 +1,21 @@
 """Access pattern `row`: a tile of whole rows in the registers of one program, each element read once and written
-once. Backward programs are persistent, and forward ones where the plan says so: they walk rows, the loads of the next
-ones in flight (STAGES deep) while this one is reduced, and backward keeps the sums over rows in registers."""
+once; a row is CHUNKS blocks of columns, for widths that are not a power of two. Backward programs are persistent, and
+forward ones where the plan says so: they walk rows, the loads of the next ones in flight (STAGES deep) while this one is
+reduced, and backward keeps the sums over rows in registers."""
 
 import triton
 import triton.language as tl
 
-from warpnorm.kernels.masks import column_mask, rows_mask
+from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.statistics import (
+    add_terms,
     average_statistics,
+    centered_statistics,
     gradient,
     load_statistics,
     normalize,
-    row_statistics,
+    reciprocal_sqrt,
+    row_mean,
     store_statistics,
     sum_terms,
     terms,
@@ -19,52 +23,121 @@ from warpnorm.kernels.statistics import (
 
 
 @triton.jit
+def load_columns(
+    operands, strides, sizes, cols,
+    LOAD_COLUMNS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """What does not vary by row, for each block of columns."""
+    columns = ()
+    for chunk in tl.static_range(CHUNKS):
+        col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
+        columns += (LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask),)
+    return columns
+
+
+@triton.jit
+def load_rows(
+    row_offsets, row_mask, numbers, operands, strides, sizes, cols,
+    LOAD_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Of each block of columns: the values, and where they lie. All are loaded before any is used."""
+    values, places = (), ()
+    for chunk in tl.static_range(CHUNKS):
+        col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
+        mask = row_mask[:, None] & col_mask[None, :]
+        values += (LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask),)
+        places += ((numbers, col_offsets, cols, mask),)
+    return values, places
+
+
+@triton.jit
+def compute_row(values, columns, places, PROLOGUE: tl.constexpr, CHUNKS: tl.constexpr):
+    """c of each block of columns, (rows, cols)."""
+    row = ()
+    for chunk in tl.static_range(CHUNKS):
+        row += (PROLOGUE(values[chunk], columns[chunk], places[chunk]),)
+    return row
+
+
+@triton.jit
+def hold_row(values, HOLD: tl.constexpr, CHUNKS: tl.constexpr):
+    held = ()
+    for chunk in tl.static_range(CHUNKS):
+        held += (HOLD(values[chunk]),)
+    return held
+
+
+@triton.jit
 def forward_tile(
     block, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
-    col_offsets, col_mask,
-    LOAD_ROWS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr,
-    IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, KEEPS_VARIANCE: tl.constexpr, HAS_RUNNING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, KEEPS_VARIANCE: tl.constexpr,
+    HAS_RUNNING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_LATE: tl.constexpr, RECOMPUTES: tl.constexpr,
 ):  # fmt: skip
     row_offsets = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows_mask(row_offsets, rows)
-    mask = row_mask[:, None] & col_mask[None, :]
-    place = (row_offsets, col_offsets, cols, mask)
-    values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
-    c = PROLOGUE(values, columns, place)  # (BLOCK_ROWS, BLOCK_COLS)
-    statistics = row_statistics(c, mask, cols, eps, IS_CENTERED, IS_CORRECTED)
+    values, places = load_rows(
+        row_offsets, row_mask, row_offsets, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS
+    )
+    row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
+    mean = row_mean(row, places, cols, IS_CENTERED, CHUNKS, IS_EXACT)
+    if IS_CENTERED:
+        if RECOMPUTES:
+            values = hold_row(values, HOLD, CHUNKS)
+            row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
+        statistics = centered_statistics(row, mean, places, cols, eps, IS_CORRECTED, CHUNKS, IS_EXACT)
+    else:
+        statistics = (reciprocal_sqrt(mean + eps),)
     store_statistics(statistic_ptrs, statistics, row_offsets, row_mask, IS_CENTERED, KEEPS_VARIANCE)
     if HAS_RUNNING:
         average_statistics(running_ptrs, statistics, row_offsets, row_mask, factors)
-    results = EPILOGUE(normalize(c, statistics, IS_CENTERED), c, values, columns, place)
-    STORE(outputs, results, strides, sizes, row_offsets, col_offsets, mask)
+    if IS_LATE:  # what the prologue does not read has not been in registers until now
+        if not RECOMPUTES:
+            columns = load_columns(operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
+        else:  # nor is it all at once
+            coming = LOAD_COLUMNS(operands, strides, sizes, *block_columns(0, cols, FULL_CHUNKS > 0, BLOCK_COLS))
+    if RECOMPUTES:
+        values = hold_row(values, HOLD, CHUNKS)
+    for chunk in tl.static_range(CHUNKS):
+        place, of_columns = places[chunk], columns[chunk]
+        if IS_LATE and RECOMPUTES:
+            of_columns = coming
+            if chunk + 1 < CHUNKS:
+                coming = LOAD_COLUMNS(
+                    operands, strides, sizes, *block_columns(chunk + 1, cols, chunk + 1 < FULL_CHUNKS, BLOCK_COLS)
+                )
+        c = PROLOGUE(values[chunk], of_columns, place) if RECOMPUTES else row[chunk]
+        results = EPILOGUE(normalize(c, statistics, IS_CENTERED), c, values[chunk], of_columns, place)
+        STORE(outputs, results, strides, sizes, row_offsets, place[1], place[3])
 
 
 @triton.jit
 def row_forward_kernel(
     operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
-    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
     STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, KEEPS_VARIANCE: tl.constexpr,
     HAS_RUNNING: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, IS_EXACT: tl.constexpr, IS_PERSISTENT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr,
+    IS_EXACT: tl.constexpr, IS_PERSISTENT: tl.constexpr, IS_LATE: tl.constexpr, RECOMPUTES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    col_offsets = tl.arange(0, BLOCK_COLS)
-    col_mask = column_mask(col_offsets, cols, IS_EXACT)
-    columns = LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask)
+    columns = load_columns(operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     if IS_PERSISTENT:
         for block in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
             forward_tile(
                 block, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
-                col_offsets, col_mask, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
-                HAS_RUNNING, BLOCK_ROWS,
+                LOAD_COLUMNS, LOAD_ROWS, HOLD, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
+                HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, False, RECOMPUTES,
             )  # fmt: skip
     else:
         forward_tile(
             program, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
-            col_offsets, col_mask, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
-            HAS_RUNNING, BLOCK_ROWS,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
+            HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, IS_LATE, RECOMPUTES,
         )  # fmt: skip
 
 
@@ -75,8 +148,9 @@ def row_backward_kernel(
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
-    HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, IS_EXACT: tl.constexpr,
-    RECOMPUTES: tl.constexpr, STAGES: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if HAS_GROUPS:
@@ -87,31 +161,51 @@ def row_backward_kernel(
         shares = tl.num_programs(0)
         group_rows = rows
         first_row = 0
-    col_offsets = tl.arange(0, BLOCK_COLS)
-    col_mask = column_mask(col_offsets, cols, IS_EXACT)
-    columns = LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask)
-    accumulators = (tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE),) * ACCUMULATORS
+    columns = load_columns(operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
+    accumulators = ((tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE),) * ACCUMULATORS,) * CHUNKS
     for block in tl.range(program % shares, tl.cdiv(group_rows, BLOCK_ROWS), shares, num_stages=STAGES):
         row_in_group = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_mask = rows_mask(row_in_group, group_rows)
         row_offsets = first_row + row_in_group
-        mask = row_mask[:, None] & col_mask[None, :]
         numbers = ROW_NUMBERS(row_offsets, sizes, rows)
-        place = (numbers, col_offsets, cols, mask)
         statistics = load_statistics(statistic_ptrs, numbers, row_mask, IS_CENTERED)
-        values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
-        c = PROLOGUE(values, columns, place)
-        xhat = tl.where(mask, normalize(c, statistics, IS_CENTERED), 0.0)
-        from_epilogue = EPILOGUE_VJP(xhat, c, values, columns, place)
-        grad_c = xhat
+        values, places = load_rows(
+            row_offsets, row_mask, numbers, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS
+        )
+        row, normalized, from_epilogue = (), (), ()
+        for chunk in tl.static_range(CHUNKS):
+            place = places[chunk]
+            c = PROLOGUE(values[chunk], columns[chunk], place)
+            xhat = tl.where(place[3], normalize(c, statistics, IS_CENTERED), 0.0)
+            given = EPILOGUE_VJP(xhat, c, values[chunk], columns[chunk], place)
+            row += (c,)
+            normalized += (xhat,)
+            from_epilogue += (given,)
+            if NEEDS_SUMS and chunk == 0:
+                state = terms(given[0], xhat, IS_CENTERED)
+            elif NEEDS_SUMS:
+                state = add_terms(state, given[0], xhat, IS_CENTERED)
         if NEEDS_SUMS:
-            sums = sum_terms(terms(from_epilogue[0], xhat, IS_CENTERED), IS_CENTERED)
-            if RECOMPUTES:
-                values = HOLD(values)
-                from_epilogue = EPILOGUE_VJP(xhat, c, values, columns, place)
-            grad_c = gradient(from_epilogue[0], xhat, sums, statistics, cols, IS_CENTERED)
-        results = PROLOGUE_VJP(grad_c, from_epilogue, values, columns, place)
-        STORE(gradients, results, strides, sizes, row_offsets, col_offsets, mask)
-        STORE_ROW_SUMS(partials, results, strides, sizes, row_offsets, row_mask, mask, 0, rows)
-        accumulators = ACCUMULATE(accumulators, results, mask)
-    STORE_PARTIALS(partials, accumulators, program, program, col_offsets, col_mask, cols)
+            sums = sum_terms(state, IS_CENTERED)
+        added = ()
+        for chunk in tl.static_range(CHUNKS):
+            xhat, place = normalized[chunk], places[chunk]
+            of_chunk, given = values[chunk], from_epilogue[chunk]
+            grad_c = xhat
+            if NEEDS_SUMS:
+                if RECOMPUTES:
+                    of_chunk = HOLD(of_chunk)
+                    c = row[chunk]
+                    if IS_LIGHT:
+                        c = PROLOGUE(of_chunk, columns[chunk], place)
+                        xhat = tl.where(place[3], normalize(c, statistics, IS_CENTERED), 0.0)
+                    given = EPILOGUE_VJP(xhat, c, of_chunk, columns[chunk], place)
+                grad_c = gradient(given[0], xhat, sums, statistics, cols, IS_CENTERED)
+            results = PROLOGUE_VJP(grad_c, given, of_chunk, columns[chunk], place)
+            STORE(gradients, results, strides, sizes, row_offsets, place[1], place[3])
+            STORE_ROW_SUMS(partials, results, strides, sizes, row_offsets, row_mask, place[3], chunk, rows)
+            added += (ACCUMULATE(accumulators[chunk], results, place[3]),)
+        accumulators = added
+    for chunk in tl.static_range(CHUNKS):
+        col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
+        STORE_PARTIALS(partials, accumulators[chunk], program, program * CHUNKS + chunk, col_offsets, col_mask, cols)

@@ -17,20 +17,23 @@ def reciprocal_sqrt(value):
 
 
 @triton.jit
-def mean_of(total, count):
-    if total.dtype == tl.float64:
+def mean_of(total, count, COUNT: tl.constexpr = 0):
+    """COUNT: the same, if the compiler knows it, a power of two, by which a division is a multiplication."""
+    if COUNT > 0:
+        return total * (1.0 / COUNT)
+    elif total.dtype == tl.float64:
         return total / count
     else:
         return tl.div_rn(total, tl.zeros_like(total) + count)
 
 
 @triton.jit
-def mean_and_rstd(mean, deviation, squares, cols, eps, IS_CORRECTED: tl.constexpr):
+def mean_and_rstd(mean, deviation, squares, cols, eps, IS_CORRECTED: tl.constexpr, COLS: tl.constexpr = 0):
     """From deviations from the mean, weighted by their count, and their squares. The mean is rounded, and the mean of
     the deviations is what it is off by: without it a row of equal values would not give zeros."""
-    variance = mean_of(tl.sum(squares, 1), cols)
+    variance = mean_of(tl.sum(squares, 1), cols, COLS)
     if IS_CORRECTED:
-        shift = mean_of(tl.sum(deviation, 1), cols)
+        shift = mean_of(tl.sum(deviation, 1), cols, COLS)
         mean += shift
         variance -= shift * shift
         variance = tl.where(variance < 0.0, 0.0, variance)  # unlike a maximum, this keeps NaN
@@ -38,15 +41,37 @@ def mean_and_rstd(mean, deviation, squares, cols, eps, IS_CORRECTED: tl.constexp
 
 
 @triton.jit
-def row_statistics(c, mask, cols, eps, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr):
-    """Of whole rows held in registers, in two steps: c is (rows, cols)."""
-    c = tl.where(mask, c, 0.0)
-    if IS_CENTERED:
-        mean = mean_of(tl.sum(c, 1), cols)
-        deviation = tl.where(mask, c - mean[:, None], 0.0)
-        return mean_and_rstd(mean, deviation, deviation * deviation, cols, eps, IS_CORRECTED)
-    else:
-        return (reciprocal_sqrt(mean_of(tl.sum(c * c, 1), cols) + eps),)
+def row_mean(row, places, cols, IS_CENTERED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr):
+    """Of rows held in registers, or the mean of their squares: `row` is c, of each block of columns, (rows, cols)."""
+    COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
+    total = in_row(row[0], places[0])
+    if not IS_CENTERED:
+        total = total * total
+    for chunk in tl.static_range(1, CHUNKS):
+        c = in_row(row[chunk], places[chunk])
+        total += c if IS_CENTERED else c * c
+    return mean_of(tl.sum(total, 1), cols, COLS)
+
+
+@triton.jit
+def centered_statistics(
+    row, mean, places, cols, eps, IS_CORRECTED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr
+):
+    """The second step, from the mean."""
+    COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
+    off = in_row(row[0] - mean[:, None], places[0])
+    squares = off * off
+    for chunk in tl.static_range(1, CHUNKS):
+        deviation = in_row(row[chunk] - mean[:, None], places[chunk])
+        off += deviation
+        squares += deviation * deviation
+    return mean_and_rstd(mean, off, squares, cols, eps, IS_CORRECTED, COLS)
+
+
+@triton.jit
+def in_row(c, place):
+    """Zero where there is no column."""
+    return tl.where(place[3], c, 0.0)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from launch to launch, and nothing has to be cleared."""
 import triton
 import triton.language as tl
 
-from warpnorm.kernels.masks import column_mask, rows_mask
+from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.statistics import add_terms, gradient, load_statistics, normalize, start_walk, sum_terms
 
 BOXES = tl.constexpr(4)
@@ -68,24 +68,23 @@ def send(sums, mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr)
 @triton.jit
 def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
     """The sums over the team, added in the same order by all."""
-    members = tl.arange(0, SPLITS)
+    lanes = tl.arange(0, triton.next_power_of_2(SPLITS))
+    members = tl.minimum(lanes, SPLITS - 1)  # nobody waits for a program that is not there
     first, second = tl.inline_asm_elementwise(
         RECEIVE, "=r,=r,l,r",
         [(box_of(mailbox, number, SPLITS) + members).to(tl.int64), members * 0 + ((number // BOXES) & 3)],
         dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
-    total = tl.zeros((1,), tl.float32) + tl.sum(first.to(tl.float32, bitcast=True), 0)
+    totals = sum_of_team(first, lanes, SPLITS)
     if IS_CENTERED:
-        return total, tl.zeros((1,), tl.float32) + tl.sum((second & -4).to(tl.float32, bitcast=True), 0)
+        return totals, sum_of_team(second & -4, lanes, SPLITS)
     else:
-        return (total,)
+        return (totals,)
 
 
 @triton.jit
-def chunk_columns(chunk, cols, IS_EXACT: tl.constexpr, CHUNKS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Offsets and mask of one chunk of this program's columns."""
-    col_offsets = (tl.program_id(1) * CHUNKS + chunk) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    return col_offsets, column_mask(col_offsets, cols, IS_EXACT)
+def sum_of_team(bits, lanes, SPLITS: tl.constexpr):
+    return tl.zeros((1,), tl.float32) + tl.sum(tl.where(lanes < SPLITS, bits.to(tl.float32, bitcast=True), 0.0), 0)
 
 
 @triton.jit
@@ -102,7 +101,7 @@ def begin_row(
     statistics = load_statistics(statistic_ptrs, numbers, row_mask, IS_CENTERED)
     state = start_walk(tl.zeros((1, BLOCK_COLS), COMPUTE), IS_CENTERED)
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = chunk_columns(chunk, cols, IS_EXACT, CHUNKS, BLOCK_COLS)
+        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         mask = row_mask[:, None] & col_mask[None, :]
         place = (numbers, col_offsets, cols, mask)
         values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
@@ -129,7 +128,7 @@ def finish_row(
     sums = receive(mailbox, number, SPLITS, IS_CENTERED)
     added = ()
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = chunk_columns(chunk, cols, IS_EXACT, CHUNKS, BLOCK_COLS)
+        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         mask = row_mask[:, None] & col_mask[None, :]
         place = (numbers, col_offsets, cols, mask)
         values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
@@ -181,7 +180,7 @@ def walk_share(
         BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = chunk_columns(chunk, cols, IS_EXACT, CHUNKS, BLOCK_COLS)
+        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         slot = (share * SPLITS + tl.program_id(1)) * CHUNKS + chunk
         STORE_PARTIALS(partials, accumulators[chunk], share, slot, col_offsets, col_mask, cols)
     return number + 1
@@ -199,7 +198,7 @@ def team_backward_kernel(
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = ()
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = chunk_columns(chunk, cols, IS_EXACT, CHUNKS, BLOCK_COLS)
+        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         columns += (LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask),)
     number = last_message(mailbox, SPLITS) + 1
     if HAS_GROUPS:  # which may be more than there are teams: each takes several

@@ -12,6 +12,7 @@ from warpnorm.problem import (
     COLUMN,
     FULL,
     TILES,
+    VECTOR_BYTES,
     BackwardProblem,
     ForwardProblem,
     Operand,
@@ -41,6 +42,8 @@ ROW_BY_CHANNEL = 4096
 AHEAD_BYTES = 8 * 1024 * 1024
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
 SHORT_ROW = 64
+# Operators that cost next to nothing to compute again
+LIGHT = frozenset({"add", "sub", "neg"})
 # Shared memory left for what a reduction needs.
 SPARE_SHARED_BYTES = 4 * 1024
 
@@ -54,37 +57,88 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
         return Plan(ROW, block_rows, cols, 4, why="short rows that lie side by side: a tile has them whole")
     if problem.norm.is_by_channel and (is_long or not _has_whole_rows(problem)):
         return column(problem, device)
+    is_light = all(node.operator in LIGHT for node in problem.prologue.nodes)
+    if is_light and (is_long or problem.width > 8192) and _can_lie_in_registers(problem, device):
+        return _wide_forward(problem, device)
     if is_long:
-        # Columns a block at 32k: LayerNorm 71 with 4096, 51 with 8192; RMSNorm, with one walk's arithmetic less, 70 and 85
-        block_cols = (4096 if problem.norm.is_centered else 8192) if problem.has_vectors else 2048
+        # Columns a block at 32k: LayerNorm 71 with 4096, 51 with 8192; RMSNorm, with one walk's arithmetic less, 70 and 85.
+        # At 50257, where elements are moved alone, 35 and 39 with 16 warps
+        block_cols, warps = (4096 if problem.norm.is_centered else 8192, 8) if problem.has_vectors else (2048, 16)
         block_cols //= _words(problem)
         why = f"a row of up to {cols} columns with {live:g} words for each does not fit in registers"
-        return Plan(LONG_ROW, 1, block_cols, 8, stages=_walk_stages(problem.operands, block_cols, device), why=why)
+        return Plan(LONG_ROW, 1, block_cols, warps, stages=_walk_stages(problem.operands, block_cols, device), why=why)
     if cols <= 512:
         # One warp reduces without shared memory. LayerNorm at 256: 94 with one warp, 88 with two
         return Plan(
             ROW, 1024 // cols, cols, 1, why="narrow rows: several to a warp, which reduces without shared memory"
         )
+    block_cols, chunks = _blocks(problem)
     # 32 elements a thread keep the loads of a whole row in flight. RMSNorm at 8192: 96 with 8 warps, 76 with 16. Fewer
-    # where an element takes so many registers that they would not fit
+    # where an element takes so many registers that they would not fit. How many operands vary by row does not count: an
+    # operand with a value for each sample does or does not, by how many samples there are, and a row's bits shall not
     warps = min(max(2, cols * _words(problem) // 1024) * (2 if live > 5 * _words(problem) else 1), 32)
-    is_alone = len(problem.tiles) == 1
-    if _itemsize(problem) <= 2 and cols == 16384 and is_alone != problem.norm.is_centered:
-        warps = 8  # RMSNorm 97, and 92 with 16 in a pipeline; silu(x) * r -> LayerNorm 88 and 87; LayerNorm 90 and 92
-    if _itemsize(problem) <= 2 and cols == 2048 and not is_alone:
-        warps = 4  # silu(x) * r -> LayerNorm 100, and 90 with 2 in a pipeline
-    # The reductions of a centred norm leave a lone program idle: keep the next rows in flight. LayerNorm at 8192: 89, and
-    # less than 82 with one program a row, at 4096: 91 and 91, at 2048: 92 and 94; silu(x) * r -> LayerNorm at 4096: 97
-    # and 89. Other norms are not faster for it (RMSNorm at 8192: 91 and 96), nor is fp32 with half the arithmetic a byte
-    if _itemsize(problem) > 2 or not problem.norm.is_centered or cols < 4096:
-        return Plan(ROW, 1, cols, warps, why="a program for each row: its loads are enough to hide their latency")
-    row_bytes = _loaded_bytes(problem.operands, cols)
-    per_unit = max(1, STAGE_BYTES // (cols * _itemsize(problem)))
-    if cols == 8192 and is_alone and not problem.is_exact:
-        warps, per_unit = 4, 2  # LayerNorm at 5120: 89, and 63 with 8 warps and one program
-    stages = _stages(device, per_unit, row_bytes, IN_FLIGHT_BYTES * len(problem.tiles))
-    why = f"persistent: {stages - 1} rows in flight while one is reduced, {per_unit} programs on a multiprocessor"
-    return Plan(ROW, 1, cols, warps, device.units * per_unit, stages=stages, why=why)
+    is_half = _itemsize(problem) <= 2
+    if not problem.has_vectors:
+        warps = max(1, cols * _words(problem) // 1024)
+    elif is_half and chunks > 1 and is_light:
+        # At 768 (of three blocks), LayerNorm: 98 with one warp, 91 with two; at 5120: 98 with 4, 97 with 8
+        warps = min(cols // 1024, 4)
+    elif is_half and cols == 8192 and is_light and problem.norm.is_centered:
+        warps = 4  # LayerNorm 99, and 95 with 8
+    elif is_half and cols in (2048, 4096) and not is_light:
+        warps = cols // 512  # silu(x) * r -> LayerNorm at 2048: 100, and 90 with 2; gelu(x + b) -> RMSNorm 94 and 90
+    if is_half and cols == 16384 and problem.norm.is_centered and len(problem.tiles) > 1 and problem.has_vectors:
+        # The reductions of a centred norm leave a lone program idle: keep the next rows in flight. silu(x) * r -> LayerNorm:
+        # 92, 91 with 8 warps, and 76 with one program a row
+        stages = _stages(device, 1, _loaded_bytes(problem.operands, cols), IN_FLIGHT_BYTES * len(problem.tiles))
+        why = f"persistent: {stages - 1} rows in flight while one is reduced"
+        return Plan(ROW, 1, block_cols, warps, device.units, chunks=chunks, stages=stages, why=why)
+    # Where weight and bias wait for the statistic, more programs fit: LayerNorm at 3072: 99, 95 otherwise, at 8192: 99 and
+    # 94; at 4096: 98 and 100, and of 128 x 1024 1.9 microseconds and 2.1. RMSNorm is as fast either way
+    is_late = (_epilogue_columns(problem) > 1 or not is_light) and (chunks > 1 or cols >= 8192) and cols > 1024
+    # Where elements are moved alone, LayerNorm at 8191: 80, and 63 with c in registers; RMSNorm 84 and 82
+    recomputes = is_light and is_half and cols == 8192 and not problem.has_vectors
+    why = "a program for each row: its loads are enough to hide their latency"
+    return Plan(ROW, 1, block_cols, warps, chunks=chunks, late=is_late or recomputes, recomputes=recomputes, why=why)
+
+
+def _can_lie_in_registers(problem: ForwardProblem, device: Device) -> bool:
+    """Whether a row fits there as it lies in memory, of elements that are widened each time they are read."""
+    if device.backend == "hip" or not problem.has_vectors or problem.norm.is_by_channel or _words(problem) > 1:
+        return False
+    return _loaded_bytes(problem.tiles, problem.width) // 4 <= device.registers_per_unit // 2
+
+
+def _wide_forward(problem: ForwardProblem, device: Device) -> Plan:
+    # LayerNorm and RMSNorm at 12288: 97 and 98, at 16384: 96 and 98 with 8 warps, 94 and 98 with 16; at 32768: 95 and 97
+    # with 16, 77 and 97 with 32; at 65536: 86 and 95. With c in registers at 12288: 87 and 97. fp32 at 16384: 96 and 97
+    row_bytes = problem.width * _itemsize(problem)
+    warps = 8 if row_bytes <= 32768 else 16 if row_bytes <= 65536 else 32
+    itemsize = max(o.dtype.itemsize for o in problem.operands if o.axes in (*TILES, COLUMN))
+    block_cols = warps * device.warp_size * VECTOR_BYTES // itemsize
+    while problem.width % block_cols:
+        block_cols //= 2
+    why = "a row lies in registers as it does in memory, and is widened each time it is read"
+    return Plan(ROW, 1, block_cols, warps, chunks=problem.width // block_cols, late=True, recomputes=True, why=why)
+
+
+def _blocks(problem: Problem) -> tuple[int, int]:
+    """Columns of a block, and how many of them a row is. One; or where the width is not near a power of two as many eighths
+    or quarters of that as it takes, of 256 columns at least, which a warp loads at once; or where elements are moved alone
+    always eighths: only the last has to be masked. LayerNorm and RMSNorm at 4095: 83 and 88, in one block 58 and 76; at
+    1023 83 and 86, 68 and 86; at 8191 63 and 82, 52 and 69."""
+    cols, width = problem.cols_class, problem.width
+    if problem.norm.is_by_channel or cols <= 512:
+        return cols, 1
+    if not problem.has_vectors:
+        return cols // 8, width // (cols // 8)
+    block_cols = cols // 4 if width == cols * 3 // 4 else cols // 8
+    return (cols, 1) if width == cols or block_cols < 256 else (block_cols, width // block_cols)
+
+
+def _epilogue_columns(problem: ForwardProblem) -> int:
+    read = problem.epilogue.used_inputs
+    return sum(o.axes == COLUMN and operand_name(i) in read for i, o in enumerate(problem.operands))
 
 
 def backward(problem: BackwardProblem, device: Device) -> Plan:
@@ -93,14 +147,27 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
         return column(problem, device)
     cols = problem.cols_class
     loads = problem.operands + problem.grad_outputs
+    block_cols, chunks = _blocks(problem)
+    if problem.has_vectors and cols == 8192 and problem.width == 7168:
+        block_cols, chunks = cols, 1  # LayerNorm 91, and 81 in blocks
+    elif (
+        problem.has_vectors
+        and cols == problem.width == 16384
+        and _itemsize(problem) <= 2
+        and not problem.norm.is_by_channel
+    ):
+        block_cols, chunks = 4096, 4  # RMSNorm: 95, and 85 by a team
     # xhat, its gradient and one accumulator for each sum over rows live at once, in half of the registers; beside them, in
     # their own dtype, the operands by which the prologue is differentiated
+    width = block_cols * chunks
     kept = [o for i, o in enumerate(problem.operands) if operand_name(i) in problem.prologue_vjp.used_inputs]
-    kept_words = _loaded_bytes(tuple(kept), cols) // 4
-    live = (2 + len(problem.accumulated)) * cols * _words(problem) + kept_words
-    # gelu(x + b) -> RMSNorm at 8192 is past the half by an eighth, and faster than in two halves
-    if live <= device.registers_per_unit * (9 if problem.has_vectors else 4) // 16:
-        return _row_backward(problem, device, loads)
+    kept_words = _loaded_bytes(tuple(kept), width) // 4
+    live = (2 + len(problem.accumulated)) * width * _words(problem) + kept_words
+    # gelu(x + b) -> RMSNorm at 8192 is past the half by an eighth, and faster than in two halves; so is LayerNorm at 12288
+    # by a quarter: 89, and 57 by a team
+    most = 12 if chunks > 1 and not kept and problem.has_vectors else 9 if chunks > 1 or problem.has_vectors else 4
+    if live <= device.registers_per_unit * most // 16:
+        return _row_backward(problem, device, loads, block_cols, chunks)
     if problem.norm.is_by_channel:  # the patterns below sum over rows, not along lines
         return column(problem, device)
     if kept and live <= device.registers_per_unit * 5 // 8 and problem.has_vectors:
@@ -110,7 +177,7 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
         return Plan(ROW, 1, cols, 8, device.units, stages=stages, recomputes=True, why=why)
     many_sums = len(problem.accumulated) > 2
     team_cols = TEAM_COLS // 2 if many_sums or _loaded_bytes(loads, 1) > 8 else TEAM_COLS
-    splits = cols // team_cols
+    splits = (problem.width if problem.width % team_cols == 0 else cols) // team_cols
     # Every element is loaded twice
     stages = min(_stages(device, TEAMS_A_UNIT, 2 * _loaded_bytes(loads, team_cols), IN_FLIGHT_BYTES * 4), 3)
     if device.backend == "cuda" and 2 <= splits <= LARGEST_TEAM and stages > 1 and _can_exchange(problem):
@@ -145,8 +212,19 @@ def _can_exchange(problem: BackwardProblem) -> bool:
     return problem.needs_grad_xhat and problem.has_vectors and problem.compute.itemsize == 4
 
 
-def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...]) -> Plan:
+def _row_backward(
+    problem: BackwardProblem, device: Device, loads: tuple[Operand, ...], block_cols: int, chunks: int
+) -> Plan:
     cols, itemsize = problem.cols_class, _itemsize(problem)
+    if chunks > 1 and not problem.has_vectors:
+        # LayerNorm and RMSNorm at 1023: 79 and 82, at 4095: 73 and 77 (in one block 35 and 39), fp32 98 and 99, at 8191: 49
+        # and 53. There is no pipeline: elements are too small for it
+        per_unit = max(1, 8192 // (cols * _words(problem)))
+        why = f"elements are moved alone: many threads, a row in {chunks} blocks, {per_unit} programs a unit"
+        warps = min(max(cols * _words(problem) // 512, 1), 16)
+        return Plan(ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, why=why)
+    if chunks > 1:
+        return _row_backward_by_blocks(problem, device, loads, block_cols, chunks)
     if cols <= 128:
         # Several rows for each warp. At 128: RMSNorm 95, LayerNorm 92; with 4 warps at the most 88 and 80
         block_rows, warps = 4096 // itemsize // cols, 8
@@ -170,6 +248,32 @@ def _row_backward(problem: BackwardProblem, device: Device, loads: tuple[Operand
     stages = _stages(device, per_unit, stage_bytes, in_flight)
     why = f"persistent: sums over rows stay in registers; {stages - 1} blocks of rows in flight, {per_unit} programs a unit"
     return Plan(ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, why=why)
+
+
+def _row_backward_by_blocks(
+    problem: BackwardProblem, device: Device, loads: tuple[Operand, ...], block_cols: int, chunks: int
+) -> Plan:
+    """LayerNorm and RMSNorm at 768: 98 and 95 (in one block 85 and 94), at 1536: 99 and 100 (80 and 90), at 2560: 92 and 92,
+    at 3072: 96 and 98, at 5120: 94 and 93, at 6144: 90 and 94, at 12288: 90 and 93, RMSNorm at 14336: 94; fp32 at 1536: 99
+    and 100, at 5120: 94 and 95, at 12288: 93 and 94."""
+    width = block_cols * chunks
+    words = width * _itemsize(problem) // 2
+    per_unit = 8 if words <= 1024 else 4 if words <= 2560 else 2 if words <= 5120 else 1
+    warps = min(max(problem.cols_class // 1024, 2), 16 if width == 16384 else 8)
+    read = problem.prologue_vjp.used_inputs
+    kept = sum(o.axes in TILES and operand_name(i) in read for i, o in enumerate(problem.operands))
+    if kept > 1 and warps == 8:
+        warps, per_unit = 4, 2  # silu(x) * r -> LayerNorm at 5120: 96, and 70 where c is kept
+    elif warps == 8 and per_unit == 2 and sum(o.axes in TILES for o in loads) > 2:
+        warps = 4  # h = x + r -> RMSNorm, both returned, at 5120: 103, and 87 with 8
+    recomputes = (kept > 1 and warps == 4 and width > 4096) or width > 8192
+    stage_bytes = max(_loaded_bytes(loads, width), 1)
+    room = (device.shared_bytes // per_unit - SPARE_SHARED_BYTES) // stage_bytes
+    stages = 1 + max(0, min(2, room, -(-2 * IN_FLIGHT_BYTES // (per_unit * stage_bytes))))
+    why = f"persistent: sums over rows stay in registers, a row in {chunks} blocks; {per_unit} programs a unit"
+    return Plan(
+        ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, stages=stages, recomputes=recomputes, why=why
+    )  # fmt: skip
 
 
 def column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:

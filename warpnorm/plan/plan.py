@@ -14,8 +14,8 @@ ALL, FIRST, LAST, JOINT = "all", "first", "last", "merge and last"  # tasks
 class Plan:
     """`programs`: how many persistent programs share the rows; 0 is one for each block of rows.
     `splits`: how many programs are a team, which shares a row.
-    `chunks`: how many blocks of columns, one after another, are one program's part of it (`team`, `column`); 0 in `column`
-    is as many as leave `programs` in all.
+    `chunks`: how many blocks of columns, one after another, are one program's part of it, or the row; 0 in `column` is as
+    many as leave `programs` in all.
     `ahead`: how many first tasks are begun, of pattern `column`, between those of a row and its merging, and again between
     that and the last tasks; `held`: as many tiles at the most stay in L2 from their first task to their last. Where that
     is too few, each kind of them has a launch of its own. `tasks`: which of them the kernel of pattern `column` has. Without
@@ -23,7 +23,9 @@ class Plan:
     merge what they need themselves.
     `stages`: the depth of the software pipeline of loads.
     `streams`: what is written need not stay in L2, so that what is read twice does.
-    `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (backward).
+    `late`: what the epilogue reads of columns is loaded when the statistic is known: fewer registers, but a lone row waits
+    for it (`row`, forward, a program for each block of rows).
+    `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
     `why`: what the choice followed from; it makes no difference between plans."""
 
     pattern: str
@@ -38,6 +40,7 @@ class Plan:
     held: int = 0
     tasks: str = ALL
     streams: bool = False
+    late: bool = False
     recomputes: bool = False
     why: str = field(default="", compare=False)
 

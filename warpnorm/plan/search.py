@@ -37,13 +37,15 @@ def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device
 
 def _rows(chosen: Plan, cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:
     for block_rows, warps in product((1, 2, 4, 8, 16, 32), WARPS):
-        tile = block_rows * chosen.block_cols
+        tile = block_rows * chosen.block_cols * chosen.chunks
         is_held = FEWEST_ELEMENTS <= tile // (warps * device.warp_size) <= MOST_ELEMENTS
         if not is_held or (block_rows > 1 and tile > LARGEST_TILE):
             continue
         plan = replace(chosen, block_rows=block_rows, warps=warps, why="tried")
         if not is_backward:
-            yield replace(plan, programs=0, stages=1)
+            for late, recomputes in product((False, True), repeat=2):
+                yield replace(plan, programs=0, stages=1, late=late, recomputes=recomputes)
+            plan = replace(plan, late=False)
         for programs, stages in product(PROGRAMS_A_UNIT, STAGES):
             yield replace(plan, programs=programs * device.units, stages=stages)
             if is_backward and chosen.recomputes:

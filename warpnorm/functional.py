@@ -106,7 +106,7 @@ def rms_norm(
         return seen
     if (
         is_plain
-        and _takes_operators(input, normalized_shape)
+        and _takes_operators(input, normalized_shape, RMS_NORM)
         and (weight is None or getattr(weight, "dtype", None) is input.dtype)
     ):
         try:

@@ -24,7 +24,7 @@ _scratch: dict[Any, tuple[torch.Tensor, ...]] = {}
 
 def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float | None) -> Any:
     """The output of a plain call that was seen before; otherwise the key under which it may be remembered, or nothing."""
-    if not (getattr(input, "is_cuda", False) or settings.is_interpreting() or _is_large(input, shape)):
+    if not (getattr(input, "is_cuda", False) or settings.is_interpreting() or _is_large(norm, input, shape)):
         return None
     operands = [operand for operand in (input, weight, bias) if operand is not None]
     if pipeline.is_seen_through(operands):  # and may have no memory to ask about
@@ -40,12 +40,12 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
     return found(operands)
 
 
-def _is_large(input: Any, shape: Any) -> bool:
+def _is_large(norm: Norm, input: Any, shape: Any) -> bool:
     """Whether a row on a CPU is worth native code, and a look at what was seen before."""
     if not getattr(input, "is_cpu", False):
         return False
     try:
-        return (shape if type(shape) is int else prod(shape)) > pipeline.SMALL_ROW
+        return (shape if type(shape) is int else prod(shape)) > pipeline.smallest_row(norm)
     except TypeError:  # no sizes; who checks the arguments says so
         return False
 

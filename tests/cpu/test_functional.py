@@ -4,6 +4,7 @@ hard values, gradients of the first and second order. What goes beyond PyTorch i
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from cpu.truth import (
     row_errors,
     truth,
 )
+from warpnorm import pipeline
+from warpnorm.norms import LAYER_NORM, RMS_NORM
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 by_norm = pytest.mark.parametrize("norm", FUNCTIONS)
@@ -94,16 +97,18 @@ def arguments(case: Case, norm: str, dtype: torch.dtype) -> tuple[torch.Tensor, 
 @by_dtype
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_is_accurate_and_has_pytorchs_bits(case: Case, dtype: torch.dtype, norm: str) -> None:
-    """Forward and the gradient of every operand, the leaf under a view included."""
+    """Forward and the gradient of every operand, the leaf under a view included. The bits where its operator runs."""
     leaf, a = arguments(case, norm, dtype)
+    is_small = prod(a.shape) <= pipeline.smallest_row(LAYER_NORM if norm == "layer_norm" else RMS_NORM)
     grad_output = random(a.input.shape, dtype, seed=3)
     parameters = [leaf, *a.tensors[1:]]
     output, theirs = ours(a), pytorch(a)
     assert output.dtype == dtype
-    _assert_same_bits(output, theirs)
     found = torch.autograd.grad(output, parameters, grad_output)
-    for mine, its in zip(found, torch.autograd.grad(theirs, parameters, grad_output), strict=True):
-        _assert_same_bits(mine, its)
+    expected = torch.autograd.grad(theirs, parameters, grad_output)
+    for mine, its in zip((output, *found), (theirs, *expected), strict=True):
+        if is_small or not pipeline.has_compiler():
+            _assert_same_bits(mine, its)
     check(a, pytorch, grad_output)
 
 

@@ -8,4 +8,5 @@ settle    partial sums -> gradients
 fallback  PyTorch's operators, where the compiler refuses
 build     C -> library, cached by text, flags and processor
 run       tensors in, tensors out
+memory    of large results: in huge pages, and kept for the next result when it is gone
 pool.c    threads that wait for work; pointwise.h: elementwise functions that the compiler can vectorize"""

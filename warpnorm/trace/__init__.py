@@ -9,6 +9,7 @@ fusion         a recorded function, cut at its norm, is a call like any other
 dropout        its mask as an operator
 capture        a function or an expression -> the graph of its primitive operators
 differentiate  the same of its gradients
+at_hand        what backward need not read or write twice: a sum that is an output, gradients that are one tensor
 store          graphs that were traced before, in the cache folder
 graph          a torch.fx graph -> the frozen record
 operators      the one table: primitive operator -> Triton and C

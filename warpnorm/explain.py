@@ -70,12 +70,13 @@ class Explanation:
     target: str
     forward: Direction
     backward: Direction | None
+    is_assumed: bool = False  # the target, for tensors on no GPU
 
     def __str__(self) -> str:
         lines = [
             f"{self.name}: {self.norm}",
             f"runs       {self.route}",
-            f"target     {self.target}",
+            f"target     {self.target}" + ", assumed: the tensors are on no GPU" * self.is_assumed,
             "",
             "operands",
             *(f"  {operand}" for operand in self.operands),
@@ -174,6 +175,7 @@ def _explanation(
         target=shown,
         forward=forward,
         backward=backward,
+        is_assumed=is_here and device_at_hand.type != "cuda",
     )
 
 

@@ -77,7 +77,8 @@ def test_text_holds_every_part() -> None:
     lines = [line.strip() for line in text.splitlines()]
     assert lines[0] == f"block: {found.norm}"
     assert "runs       as plain PyTorch, because its rows are so small that this is quicker" in lines
-    assert "target     sm_90" in lines
+    assert "target     sm_90, assumed: the tensors are on no GPU" in lines
+    assert "\ntarget     sm_80\n" in str(warpnorm.explain(block, *operands(4, 8), target="sm_80"))
     assert all(operand in lines for operand in found.operands)
     for direction in (found.forward, found.backward):
         assert direction is not None

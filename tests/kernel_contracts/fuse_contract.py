@@ -88,6 +88,10 @@ def test_fused_broadcasting(spread: Spread, size: str, device: str) -> None:
     check(modulated, [SIZES[size], spread.shape(*SIZES[size])], device)
 
 
+def test_a_slope_that_is_one_number(device: str) -> None:
+    check(lambda x, slope: layer(F.prelu(x, slope)), ((6, COLS), (1,)), device)
+
+
 def test_fused_long_rows_are_walked(device: str) -> None:
     x, a = (drawn(shape, 0, torch.float32, device).requires_grad_() for shape in ((2, 2, LONG), (LONG,)))
     explained = warpnorm.explain(modulated, x, a)

@@ -112,7 +112,8 @@ def group_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def instance_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     given = _by_name(torch.instance_norm, F.instance_norm, func, args, kwargs)
-    return _channel_norm(GROUP_NORM, given, given["use_input_stats"], fixed_size(given["input"], 1))
+    groups = fixed_size(given["input"], 1)
+    return _channel_norm(GROUP_NORM, given, given["use_input_stats"], groups, "instance_norm")
 
 
 def _by_name(operator: Any, function: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -123,27 +124,29 @@ def _by_name(operator: Any, function: Any, func: Any, args: Sequence[Any], kwarg
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _channel_norm(norm: Norm, given: dict[str, Any], is_computed: bool, groups: int = 0) -> torch.Tensor:
+def _channel_norm(
+    norm: Norm, given: dict[str, Any], is_computed: bool, groups: int = 0, called: str | None = None
+) -> torch.Tensor:
+    """`called`: what the user called, where that is not the norm."""
+    called = called or norm.name
     c: torch.Tensor = given["input"]
     if given.get("out") is not None or given.get("return_stats"):
-        raise refuse(f"{norm.name} with out= or return_stats=", "a kernel writes its results only", "leave it away")
+        raise refuse(f"{called} with out= or return_stats=", "a kernel writes its results only", "leave it away")
     if not c.is_floating_point() or c.ndim < 2:
         raise InputError(
-            f"{norm.name}: input has dtype {c.dtype} and {c.ndim} dimensions, but must be floating point with 2"
+            f"{called}: input has dtype {c.dtype} and {c.ndim} dimensions, but must be floating point with 2"
         )
     mean, variance, momentum = given.get("running_mean"), given.get("running_var"), given.get("momentum", 0.1)
     for what in ("weight", "bias", "running_mean", "running_var"):
         if given.get(what) is not None and tuple(given[what].shape) != (c.shape[1],):
             raise InputError(
-                f"{norm.name}: {what} has shape {tuple(given[what].shape)}, but input has {c.shape[1]} channels"
+                f"{called}: {what} has shape {tuple(given[what].shape)}, but input has {c.shape[1]} channels"
             )
     c = _autocast("group_norm" if "num_groups" in given else "batch_norm", c)
     shares = c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1)
     count = c.numel() // shares if c.numel() > 0 else 0
     if is_computed and count == 1 and (norm is BATCH_NORM or groups == c.shape[1]):
-        raise InputError(
-            f"{norm.name}: expected more than 1 value per channel when training, got input {tuple(c.shape)}"
-        )
+        raise InputError(f"{called}: expected more than 1 value per channel when training, got input {tuple(c.shape)}")
     eps = float(given["eps"])
     if is_computed:
         is_averaged = mean is not None and variance is not None
@@ -151,13 +154,11 @@ def _channel_norm(norm: Norm, given: dict[str, Any], is_computed: bool, groups: 
         output = normalize(c, 1, name, eps, groups)
         if is_averaged:
             if momentum is None:
-                raise refuse(
-                    f"{norm.name} with momentum=None", "it depends on how often it was called", "give a momentum"
-                )
+                raise refuse(f"{called} with momentum=None", "it depends on how often it was called", "give a momentum")
             average(mean, variance, float(momentum))
     else:
         if mean is None or variance is None:
-            raise InputError(f"{norm.name}: evaluation needs running_mean and running_var, but one is None")
+            raise InputError(f"{called}: evaluation needs running_mean and running_var, but one is None")
         output = normalize(c, 1, FIXED_NORM.name, eps, 0)
         output = (output - _along_channels(mean, c)) * torch.rsqrt(_along_channels(variance, c) + eps)
     if given.get("weight") is not None:
@@ -171,11 +172,24 @@ def _along_channels(parameter: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     return parameter.view(-1, *[1] * (c.ndim - 2))
 
 
+def prelu(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A kink at zero, the slope below it one number, or one for each channel."""
+    given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
+    x, weight = given["input"], given["weight"]
+    if weight.numel() != 1:
+        if x.ndim < 2 or weight.ndim != 1 or weight.shape[0] != fixed_size(x, 1):
+            raise InputError(f"prelu: weight has shape {tuple(weight.shape)}, but input has shape {tuple(x.shape)}")
+        weight = weight.view(-1, *[1] * (x.ndim - 2))
+    return torch.where(x > 0, x, weight * x)
+
+
 TORCH: dict[Any, Callable[..., torch.Tensor]] = {
     F.layer_norm: layer_norm,
     torch.layer_norm: layer_norm,
     F.rms_norm: rms_norm,
     torch.rms_norm: rms_norm,
+    F.prelu: prelu,
+    torch.prelu: prelu,
     F.dropout: dropout,
     torch.dropout: dropout,
     F.batch_norm: batch_norm,

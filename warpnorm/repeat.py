@@ -51,6 +51,8 @@ def _is_large(norm: Norm, input: Any, shape: Any) -> bool:
 
 
 def _key(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float | None) -> Any:
+    if eps is not None and type(eps) is not float and type(eps) is not int:
+        return None
     kind = type(shape)
     if kind is list or kind is tuple:
         shape = tuple(shape)
@@ -181,10 +183,10 @@ class Repeat:
         if grad is None or grad.is_neg() or type(grad) is not torch.Tensor:
             return pipeline.backward(call, operands, grad_outputs, statistics, wanted)
         view = View.of(grad)
-        key = (wanted, view, *[o.data_ptr() % VECTOR_BYTES == 0 for o in operands])
+        views = tuple(map(View.of, operands))  # which may come back from where they were kept with other strides
+        key = (wanted, view, views)
         launch = self._backward.get(key)
         if launch is None:
-            views = tuple(map(View.of, operands))
             launch = pipeline.prepare_backward(call, (*views, view), grad.device, (0,), wanted, None)
             problem = launch.problem
             is_plain = all(operands[i].dtype == g.dtype for i, g in zip(problem.wanted, problem.gradients, strict=True))

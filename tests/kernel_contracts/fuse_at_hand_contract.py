@@ -108,6 +108,26 @@ def test_gradients_of_summands_are_one_tensor_but_never_in_two_leaves(
     assert leaves[1].grad.equal(kept)
 
 
+def test_gradients_of_casts_are_tensors_of_their_own(device: str) -> None:
+    x, residual, weight = leaves_of(device, torch.bfloat16)
+
+    def wide(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float() + residual.float(), x.shape[-1:], weight.float(), 1e-6)
+
+    found = torch.autograd.grad(warpnorm.fuse(wide)(x, residual, weight).sum(), (x, residual))
+    assert found[0].equal(found[1])
+    assert found[0].data_ptr() != found[1].data_ptr()
+
+
+def test_what_runs_backward_is_explained(device: str) -> None:
+    leaves = leaves_of(device)
+    for function, operand_count in ((stream, 2), (alone, 3)):
+        backward = warpnorm.explain(function, *leaves).backward
+        assert backward is not None
+        assert len(backward.problem.operands) == operand_count
+        assert sum(gradient.axes == "full" for gradient in backward.problem.gradients) == 1
+
+
 @pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False, False, True)], ids=str)
 def test_only_some_gradients_are_needed(needed: tuple[bool, ...], device: str) -> None:
     leaves = [o.requires_grad_(need) for o, need in zip(operands(device, torch.float32), needed, strict=True)]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import warpnorm
 from warpnorm import pipeline, repeat, settings
-from warpnorm.errors import InputError
+from warpnorm.errors import InputError, InputTypeError
 
 COLS = 1100  # on a CPU fewer are not worth native code
 
@@ -160,6 +160,34 @@ def test_gradients_of_other_layouts(device: str) -> None:
                 expected = torch.autograd.grad(F.layer_norm(leaves[0], (COLS,), *leaves[1:]), wanted, grad)
                 for a, b in zip(found, expected, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_operands_come_back_with_other_strides(device: str) -> None:
+    """From where they were kept, as on another device: dense, where they were a slice."""
+    wide = torch.randn(6, 2 * COLS, device=device)
+    hooks = {
+        "same": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
+        "copy": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t),
+    }
+    for name in ("same", "same", "copy", "copy", "same"):
+        found = []
+        for norm in (warpnorm.rms_norm, F.rms_norm):
+            x = wide[:, :COLS].detach().requires_grad_()
+            with hooks[name]():
+                output = norm(x, (COLS,))
+            found.append(torch.autograd.grad(output.square().sum(), x)[0])
+        torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_an_eps_that_may_change_is_read_each_time(device: str, first_calls: list[Any]) -> None:
+    x, w, b = operands(6, device)
+    eps = torch.tensor(1e-5)
+    for value in (1e-5, 1e-5, 10.0):
+        eps.fill_(value)
+        output = warpnorm.layer_norm(x, COLS, w, b, eps)  # type: ignore[arg-type]
+        torch.testing.assert_close(output, F.layer_norm(x, (COLS,), w, b, value))
+    with pytest.raises(InputTypeError, match="eps"):
+        warpnorm.layer_norm(x, COLS, w, b, [1e-5])  # type: ignore[arg-type]
 
 
 def test_many_batches_share_few_places(device: str) -> None:

@@ -2,13 +2,16 @@
 
 import gc
 import os
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
 
 import warpnorm
 from warpnorm import settings
@@ -145,6 +148,51 @@ def test_small_results_are_not_kept() -> None:
     assert not memory._kept
     norm()
     assert len(memory._kept) == 1
+
+
+class Recording(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func(*args, **(kwargs or {})))
+        return self.seen[-1]
+
+
+def test_who_watches_does_not_change_what_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode that keeps every tensor it sees, and a profiler that looks into frames, while memory is counted first."""
+    memory._nobodys.cache_clear()
+    monkeypatch.setattr(memory, "_fewest", None)
+    fused = warpnorm.fuse(lambda x: F.rms_norm(F.silu(x), (COLS,)))
+    x = torch.randn(ROWS, COLS)
+    fused(x)
+    mode = Recording()
+    with mode:
+        fused(x)
+    mode.seen.clear()
+    sys.setprofile(lambda frame, *_: frame.f_locals)
+    fused(x)
+    sys.setprofile(None)
+    for seed in range(3):
+        first = norm(seed)
+        kept, storage = first.clone(), first.untyped_storage()
+        norm(seed + 1)
+        assert torch.equal(first, kept)
+        del first
+        norm(seed + 2)
+        assert torch.equal(torch.empty(0).set_(storage, 0, (ROWS, COLS)), kept)
+
+
+def test_a_finalizer_may_call_a_norm() -> None:
+    """While the lock is held what is let go of goes, and whatever its end calls."""
+    done: list[int] = []
+    held = [norm(seed) for seed in range(3)]
+    for result in held:
+        weakref.finalize(result.untyped_storage(), lambda: done.append(norm(9).numel()))
+    del result, held
+    norm(rows=4 * ROWS)  # takes the place of all
+    assert len(done) == 3
 
 
 def test_several_threads_never_share_a_result() -> None:

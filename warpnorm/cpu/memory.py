@@ -29,22 +29,38 @@ class Kept:
 
     @property
     def is_idle(self) -> bool:
-        return _users(self.storage) == _users_of_idle() and self.is_same
+        return self.tensors == 1 and self.references <= _references_of_idle() and self.is_same
+
+    @property
+    def tensors(self) -> int:
+        """That use it, and one more for Python's object."""
+        return torch._C._storage_Use_Count(self.storage._cdata)
+
+    @property
+    def references(self) -> int:
+        return sys.getrefcount(self.storage)
 
     @property
     def is_same(self) -> bool:
         return self.storage.nbytes() == self.size and self.storage.data_ptr() == self.address
 
 
-def _users(storage: torch.UntypedStorage) -> tuple[int, int]:
-    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
-
-
 @cache
-def _users_of_idle() -> tuple[int, int]:
-    """What is counted of memory that nobody uses but its keeper."""
-    kept = Kept(torch.empty(1).untyped_storage(), 0, 0)
-    return _users(kept.storage)
+def _nobodys() -> Kept:
+    """What nobody but its keeper can ever have seen."""
+    with torch._C.DisableTorchFunction():
+        return Kept(torch.UntypedStorage(1), 0, 0)
+
+
+_fewest: int | None = None
+
+
+def _references_of_idle() -> int:
+    """The fewest that were ever counted: a profiler or debugger that looks into frames holds one more."""
+    global _fewest
+    now = _nobodys().references
+    _fewest = now if _fewest is None else min(now, _fewest)
+    return _fewest
 
 
 _kept: list[Kept] = []  # the one that was used last is the last
@@ -92,25 +108,37 @@ def _is_filled() -> bool:
 
 
 def _is_given(result: torch.Tensor, size: int) -> bool:
-    with _lock:
+    if not _lock.acquire(blocking=False):  # another thread has it, or this one, in whose midst a finalizer runs
+        return False
+    try:
         for i, kept in reversed(list(enumerate(_kept))):  # the last used is the likeliest to be in a cache
             if kept.size == size and kept.is_idle:
                 result.set_(kept.storage, 0, result.shape, result.stride())
                 _kept.append(_kept.pop(i))
                 return True
+    finally:
+        _lock.release()
     return False
 
 
 def _keep(storage: torch.UntypedStorage, size: int, most: int) -> None:
     """Lets go of what was used longest ago: memory in use stays its users', idle memory goes back."""
-    with _lock:
-        _kept[:] = [kept for kept in _kept if kept.is_same]
+    if not _lock.acquire(blocking=False):
+        return
+    before = _kept[:]  # which nothing of is gone, and no finalizer runs, before the lock is free
+    try:
+        _kept[:] = [kept for kept in before if kept.is_same]
         while _kept and sum(kept.size for kept in _kept) + size > most:
             del _kept[0]
         _kept.append(Kept(storage, storage.data_ptr(), size))
+    finally:
+        _lock.release()
+    del before
 
 
 def release() -> None:
     """Gives the memory of results that are gone back to the system."""
     with _lock:
+        before = _kept[:]
         _kept.clear()
+    del before

@@ -12,6 +12,7 @@ from warpnorm.problem import FULL, Call, Epilogue, Graph, operand_name
 from warpnorm.space import Gradients
 from warpnorm.trace import differentiate
 from warpnorm.trace.capture import forward_graphs
+from warpnorm.trace.expression import CAST
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,10 @@ def _summands(prologue: Graph, names: dict[str, int]) -> tuple[int, ...]:
 def twins(
     call: Call, inside: tuple[torch.dtype, ...], compute: torch.dtype, gradients: Gradients, fresh: Sequence[Any]
 ) -> dict[int, int]:
-    """Which of the wanted gradients is the same tensor as an earlier one. `fresh` says where each would be written."""
+    """Which of the wanted gradients is the same tensor as an earlier one, as in PyTorch, where a cast makes another of it.
+    `fresh` says where each would be written."""
+    if any(step.target == CAST for step in getattr(call.prologue, "steps", ())):
+        return {}
     prologue_vjp = differentiate.backward_graphs(call.prologue, call.epilogue, inside, compute, gradients)[2]
     found: dict[int, int] = {}
     seen: dict[Any, int] = {}

@@ -88,8 +88,9 @@ def test_fused_broadcasting(spread: Spread, size: str, device: str) -> None:
     check(modulated, [SIZES[size], spread.shape(*SIZES[size])], device)
 
 
-def test_a_slope_that_is_one_number(device: str) -> None:
-    check(lambda x, slope: layer(F.prelu(x, slope)), ((6, COLS), (1,)), device)
+@pytest.mark.parametrize("slopes", [1, COLS])
+def test_slopes_of_one_number_or_one_a_channel(slopes: int, device: str) -> None:
+    check(lambda x, slope: layer(F.prelu(x, slope)), ((6, COLS), (slopes,)), device)
 
 
 def test_fused_long_rows_are_walked(device: str) -> None:

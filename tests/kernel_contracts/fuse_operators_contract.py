@@ -161,7 +161,6 @@ CURVES = (
 PIECES = (
     Row("relu", F.relu, STEPS, "zero below zero"),
     Row("leaky_relu", lambda x: F.leaky_relu(x, 0.2), STEPS, "a slope below zero"),
-    Row("prelu", lambda x, y: F.prelu(x, y[0]), PAIRS, "a slope for each channel"),
     Row("hardtanh", lambda x: F.hardtanh(x, -0.9, 1.2), STEPS, "bounds of its own"),
     Row("relu6", lambda x: F.relu6(x * 2.3), STEPS, "bounded by 6"),
     Row("hardswish", lambda x: F.hardswish(x * 2), STEPS, "zero below -3, x above 3"),

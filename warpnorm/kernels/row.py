@@ -149,7 +149,7 @@ def row_backward_kernel(
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
-    FULL_CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)

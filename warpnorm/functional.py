@@ -44,12 +44,16 @@ def layer_norm(
     `weight` may also be a number or a tensor without dimensions; weight and bias may have another dtype than `input`.
     The result has the dtype of `input`.
     """
+    is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
+    if is_plain and not torch.compiler.is_compiling() and repeat.quick is not None:
+        found = repeat.quick(LAYER_NORM, eps, normalized_shape, input, weight, bias)
+        if found is not None:
+            return found
     if has_torch_function_unary(input):
         return handle_torch_function(
             layer_norm, (input,), input, normalized_shape, weight, bias, eps,
             normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
         )  # fmt: skip
-    is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
     seen = repeat.again(LAYER_NORM, input, normalized_shape, weight, bias, eps) if is_plain else None
     if isinstance(seen, torch.Tensor):
         return seen
@@ -95,12 +99,16 @@ def rms_norm(
     The keywords `normalized_dim`, `out`, `weight_offset` and `return_stats` (here `(output, rstd)`) are those of
     `layer_norm`, and so are the weights and dtypes that it takes.
     """
+    is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
+    if is_plain and not torch.compiler.is_compiling() and repeat.quick is not None:
+        found = repeat.quick(RMS_NORM, eps, normalized_shape, input, weight)
+        if found is not None:
+            return found
     if has_torch_function_unary(input):
         return handle_torch_function(
             rms_norm, (input,), input, normalized_shape, weight, eps,
             normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
         )  # fmt: skip
-    is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
     seen = repeat.again(RMS_NORM, input, normalized_shape, weight, None, eps) if is_plain else None
     if isinstance(seen, torch.Tensor):
         return seen

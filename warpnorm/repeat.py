@@ -1,18 +1,28 @@
 """Norms over rows as calls: the first of its kind, and one that was seen before, which is one look-up, its allocations and
 the launch. Whatever decides about a call is in the key, so that what was checked, planned and bound at the first one holds;
-what may change between two calls, settings, modes and gradients, is asked each time."""
+what may change between two calls, settings, modes and gradients, is asked each time. The compiled launcher does the same in
+a fraction of the time once it is there; it is told here of the calls that it may take over."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 import torch
 
 from warpnorm import pipeline, settings
-from warpnorm.launch.autograd import RepeatedNormalization
-from warpnorm.norms import Norm
-from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View
+from warpnorm.errors import InputError
+from warpnorm.launch import launcher
+from warpnorm.launch.autograd import (
+    NormalizationBackward,
+    RepeatedNormalization,
+    are_batched,
+    composite_gradients,
+    is_differentiated,
+)
+from warpnorm.norms import LAYER_NORM, Norm
+from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View, address_of
 from warpnorm.reference import Affine, Itself
+from warpnorm.settings import Settings
 
 LARGEST_CACHE = 4096
 # Bytes of statistics that nobody reads up to which they have a place of their own, instead of an allocation each time
@@ -20,6 +30,12 @@ LARGEST_SCRATCH = 1 << 20
 
 _seen: dict[Any, "Repeat"] = {}
 _scratch: dict[Any, tuple[torch.Tensor, ...]] = {}
+_count = 0  # of repeated calls
+_offered: dict[Any, Any] = {}  # of fused functions: what stands for them
+
+# The look-up of the compiled launcher, once it is there: (norm, eps, shape, *operands) -> the output of a call that was seen
+# before, or None
+quick: Callable[..., torch.Tensor | None] | None = None
 
 
 def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float | None) -> Any:
@@ -35,9 +51,128 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
         return key
     if not _is_repeatable(operands):
         return None
+    if found.offered is not settings.current():
+        _offer(found, (norm, eps, shape, input, weight, *((bias,) if norm == LAYER_NORM else ())))
     if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
         return RepeatedNormalization.apply(found, found.call, *operands)
     return found(operands)
+
+
+def _offer(found: "Repeat", key: tuple[Any, ...]) -> None:
+    """To the compiled launcher, if it is there."""
+    global _count
+    _count += 1
+    input: torch.Tensor = key[3]
+    if settings.is_interpreting() or (input.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return
+    module = launcher.find(_set_up, _count)
+    if module is None:
+        return
+    found.offered = settings.current()
+    like = torch.empty(input.shape, dtype=input.dtype, device="meta")
+    described = _described(found.launch, input, (like,), len(found.call.axes), False)
+    if described is not None:
+        module.remember(key, *described, found)
+
+
+def offer_fused(
+    kind: Any, call: Call, operands: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], is_tuple: bool
+) -> None:
+    """A call of a fused function, of tensors that need no gradients: `kind` stands for all but the tensors' layouts. Returns
+    the outputs, in a tuple or the only one."""
+    global _count
+    key = (id(kind), settings.current(), tuple(map(View.of, operands)))
+    if key in _offered or settings.is_interpreting() or call.norm.is_by_channel:
+        return
+    input = operands[0]
+    if input.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    _count += 1
+    module = launcher.find(_set_up, _count)
+    if module is None:
+        return
+    if len(_offered) >= LARGEST_CACHE:
+        _offered.clear()
+    _offered[key] = kind
+    views = (*key[2], *map(View.of, outputs))
+    launch: Any = pipeline.prepare_forward(call, views, input.device, None)
+    described = _described(launch, input, outputs, len(operands), is_tuple)
+    if described is not None:
+        module.remember((kind, None, (), *operands), *described, None)
+
+
+def _described(
+    launch: Any, input: torch.Tensor, outputs: Sequence[torch.Tensor], operands: int, is_tuple: bool
+) -> tuple[Any, ...] | None:
+    """As the compiled launcher takes it, but for the key and what Python does: tensors like the outputs, whether a tuple of
+    them is returned, places of statistics, how many there are, and the launch. Nothing if it does not take it."""
+    described = launch.described(operands, len(outputs)) if hasattr(launch, "described") else None
+    if described is None:
+        return None
+    place = _place(launch, input.device)
+    scratch = _scratch_at(place, launch, input)
+    if place not in _scratch:  # so large that it is not kept
+        return None
+    return tuple(outputs), is_tuple, scratch, _rows(launch), described
+
+
+def _place(launch: Any, device: torch.device) -> tuple[Any, ...]:
+    """Many batches share few: the number of their statistics is a power of two."""
+    return device, 1 << max(_rows(launch) - 1, 0).bit_length(), launch.problem.compute, launch.problem.norm.name
+
+
+def _rows(launch: Any) -> int:
+    """How many statistics of each kind a launch writes."""
+    return launch.units if hasattr(launch, "units") else launch.space.rows
+
+
+def _scratch_at(place: tuple[Any, ...], launch: Any, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Where statistics go that nobody reads."""
+    scratch = _scratch.get(place)
+    if scratch is None:
+        scratch = launch.empty_statistics(like.device, place[1])
+        is_kept = sum(s.nbytes for s in scratch) <= LARGEST_SCRATCH
+        if is_kept and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
+            _scratch[place] = scratch
+    return scratch
+
+
+def prepare_launcher() -> str:
+    """Builds the compiled launcher, which may take half a minute, and waits for it; says why there is none, if so."""
+    return launcher.prepare(_set_up)
+
+
+def _set_up(module: Any) -> None:
+    global quick
+    is_cuda = torch.version.cuda is not None
+    hooks = None
+    if is_cuda and pipeline.has_triton():
+        import triton
+
+        hooks = triton.knobs.runtime
+    stream = torch._C._cuda_getCurrentRawStream if is_cuda else None
+    module.set_up(torch.nn.Parameter, vars(settings), stream, hooks, _backward)
+    quick = module.call
+
+
+def _backward(
+    found: "Repeat",
+    operands: tuple[torch.Tensor, ...],
+    statistics: tuple[torch.Tensor, ...],
+    grads: tuple[torch.Tensor, ...],
+    wanted: tuple[int, ...],
+    handle: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """What the compiled launcher leaves to Python. `handle` is how it would know the same launches again."""
+    by_operand: dict[int, Any]
+    if are_batched(grads):
+        by_operand = composite_gradients(found.call, operands, grads, wanted)
+    elif is_differentiated():
+        gradients = NormalizationBackward.apply(found, found.call, wanted, statistics, *grads, *operands)
+        by_operand = dict(zip(wanted, gradients, strict=True))
+    else:
+        by_operand = found.backward(found.call, operands, grads, statistics, wanted, handle)
+    return tuple([by_operand.get(i) for i in range(len(operands))])
 
 
 def _is_large(norm: Norm, input: Any, shape: Any) -> bool:
@@ -63,12 +198,12 @@ def _key(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float 
     try:
         of_weight = None if weight is None else _layout(weight)
         return norm.name, shape, eps, _layout(input), of_weight, None if bias is None else _layout(bias)
-    except (AttributeError, RuntimeError, TypeError):  # not a tensor, or not a strided one
+    except (AttributeError, InputError, RuntimeError, TypeError):  # not a tensor, or not a strided one with memory
         return None
 
 
 def _layout(tensor: torch.Tensor) -> Any:
-    is_aligned = tensor.data_ptr() % VECTOR_BYTES == 0
+    is_aligned = address_of(tensor) % VECTOR_BYTES == 0
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_aligned
 
 
@@ -137,17 +272,14 @@ class Repeat:
         if not self.can_run:
             return
         self.is_native = pipeline.is_native(input.device)
-        self.scratch_rows = 1 << max(launch.space.rows - 1, 0).bit_length()  # so that many batches share few places
-        self.place = (input.device, self.scratch_rows, launch.problem.compute, call.norm.name)
+        self.place = _place(launch, input.device)
         self._backward: dict[Any, Any] = {}
+        self.offered: Settings | None = None  # to the compiled launcher, under these
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output alone, where no gradient is needed."""
         output = self._empty(operands[0])
-        scratch = _scratch.get(self.place)
-        if scratch is None:
-            scratch = self._new_scratch(output)
-        self.launch.into(operands, (output,), scratch)
+        self.launch.into(operands, (output,), _scratch_at(self.place, self.launch, output))
         return output
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
@@ -155,13 +287,6 @@ class Repeat:
         if self.is_native:
             pipeline.reuse_memory((result,))
         return result
-
-    def _new_scratch(self, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        scratch = self.launch.empty_statistics(like.device, self.scratch_rows)
-        is_kept = sum(s.nbytes for s in scratch) <= LARGEST_SCRATCH
-        if is_kept and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
-            _scratch[self.place] = scratch
-        return scratch
 
     def forward(
         self, call: Call, operands: Sequence[Any], *, running: Running | None = None
@@ -178,6 +303,7 @@ class Repeat:
         grad_outputs: Sequence[torch.Tensor | None],
         statistics: Sequence[torch.Tensor],
         wanted: tuple[int, ...],
+        handle: Any = None,
     ) -> dict[int, torch.Tensor]:
         grad = grad_outputs[0]
         if grad is None or grad.is_neg() or type(grad) is not torch.Tensor:
@@ -197,6 +323,9 @@ class Repeat:
         gradients = tuple([self._empty(operands[i]) for i in which])
         if gradients:
             launch(operands, (grad,), statistics, gradients)
+            described = launch.described(len(operands)) if handle is not None and hasattr(launch, "described") else None
+            if described is not None:
+                launcher.module.remember_backward(handle, which, *described)
         return dict(zip(which, gradients, strict=True))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from warpnorm.errors import SettingError
 
 ROUTES = ("auto", "kernels", "native", "reference")
+LAUNCHERS = ("auto", "compiled", "python")
 KEEP_MB = 256
 
 
@@ -17,12 +18,15 @@ KEEP_MB = 256
 class Settings:
     """`route`: auto (kernels on a GPU, native code on a CPU, PyTorch's operators elsewhere), or one of the three forced.
     `cache_dir`: where generated source files and libraries live. `compiler`: the C compiler's name; empty is none, None
-    whichever there is. `keep_bytes`: memory of results on a CPU that may be kept for later ones."""
+    whichever there is. `keep_bytes`: memory of results on a CPU that may be kept for later ones. `launcher`: of calls that
+    were seen before, auto (the compiled one once it is there), or one of the two forced; `cxx_compiler` builds it."""
 
     route: str
     cache_dir: Path
     compiler: str | None = None
     keep_bytes: int = KEEP_MB << 20
+    launcher: str = "auto"
+    cxx_compiler: str | None = None
 
 
 _current: Settings | None = None
@@ -46,9 +50,13 @@ def _read() -> Settings:
     keep = os.environ.get("WARPNORM_KEEP_MB", str(KEEP_MB))
     if not keep.isdecimal():
         raise SettingError(f"WARPNORM_KEEP_MB is {keep!r}, but must be a number of megabytes, 0 to keep none")
+    launcher = os.environ.get("WARPNORM_LAUNCHER", "auto")
+    if launcher not in LAUNCHERS:
+        raise SettingError(f"WARPNORM_LAUNCHER is {launcher!r}, but must be one of {', '.join(LAUNCHERS)}")
     return Settings(
-        route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"), keep_bytes=int(keep) << 20
-    )
+        route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"), keep_bytes=int(keep) << 20,
+        launcher=launcher, cxx_compiler=os.environ.get("WARPNORM_CXX"),
+    )  # fmt: skip
 
 
 def is_interpreting() -> bool:
@@ -66,6 +74,8 @@ def override(**changes: Any) -> Iterator[Settings]:
     before = current()
     if changes.get("route", "auto") not in ROUTES:
         raise SettingError(f"route is {changes['route']!r}, but must be one of {', '.join(ROUTES)}")
+    if changes.get("launcher", "auto") not in LAUNCHERS:
+        raise SettingError(f"launcher is {changes['launcher']!r}, but must be one of {', '.join(LAUNCHERS)}")
     _current = replace(before, **changes)
     try:
         yield _current

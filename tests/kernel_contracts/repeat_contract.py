@@ -1,6 +1,7 @@
 """Contract: a call that was seen before computes what the first one does, and takes the same way only where nothing that
 decides about it has changed."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,14 +11,39 @@ import torch.nn.functional as F
 import warpnorm
 from warpnorm import pipeline, repeat, settings
 from warpnorm.errors import InputError, InputTypeError
+from warpnorm.launch import launcher
 
 COLS = 1100  # on a CPU fewer are not worth native code
 
 
-@pytest.fixture(autouse=True)
-def nothing_seen() -> None:
+def launchers() -> list[str]:
+    return ["python", "compiled"] if launcher.compiler() and not settings.is_interpreting() else ["python"]
+
+
+@pytest.fixture(autouse=True, params=launchers())
+def by_launcher(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Nothing was seen so far."""
     repeat._seen.clear()
     repeat._scratch.clear()
+    with settings.override(launcher=request.param):
+        yield request.param
+
+
+@pytest.fixture
+def quick_calls(monkeypatch: pytest.MonkeyPatch, by_launcher: str) -> list[Any]:
+    """The outputs of the compiled launcher."""
+    found: list[Any] = []
+    if by_launcher == "compiled":
+        original = launcher.find(repeat._set_up, 0).call
+
+        def quick(*key: Any) -> Any:
+            output = original(*key)
+            if output is not None:
+                found.append(tuple(output.shape))
+            return output
+
+        monkeypatch.setattr(repeat, "quick", quick)
+    return found
 
 
 @pytest.fixture
@@ -52,9 +78,11 @@ CALLS = {
 
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_again_is_as_the_first(name: str, needs_grad: bool, device: str, first_calls: list[Any]) -> None:
+def test_again_is_as_the_first(
+    name: str, needs_grad: bool, device: str, first_calls: list[Any], quick_calls: list[Any], by_launcher: str
+) -> None:
     call, plain = CALLS[name]
-    for seed in range(3):
+    for seed in range(4):
         given = [o.requires_grad_(needs_grad) for o in operands(5, device, seed)]
         output, expected = call(*given), plain(*given)
         torch.testing.assert_close(output, expected)
@@ -65,6 +93,7 @@ def test_again_is_as_the_first(name: str, needs_grad: bool, device: str, first_c
             for a, b in zip(found, torch.autograd.grad(expected, used, grad), strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
     assert len(first_calls) == 1
+    assert len(quick_calls) == (2 if by_launcher == "compiled" else 0)  # the second call is Python's, which tells of it
 
 
 def test_bits_are_those_of_the_first(device: str, first_calls: list[Any]) -> None:
@@ -95,7 +124,7 @@ def test_what_decides_is_in_the_key(device: str, first_calls: list[Any]) -> None
         "more_dimensions": lambda: (x.view(2, 3, COLS), w, b, 1e-5),
     }
     for count, (name, make) in enumerate(calls.items(), start=1):
-        for _ in range(2):
+        for _ in range(3):
             input, weight, bias, eps = make()
             expected = warpnorm.reference.layer_norm(input, (COLS,), weight, bias, eps, 0.0)[0]
             torch.testing.assert_close(warpnorm.layer_norm(input, COLS, weight, bias, eps), expected, msg=name)
@@ -109,17 +138,18 @@ def test_what_cannot_be_repeated_takes_the_long_way(device: str, first_calls: li
     plain, negated = torch.imag(pairs), torch.imag(pairs.conj())
     assert (plain.is_neg(), negated.is_neg(), plain.data_ptr()) == (False, True, negated.data_ptr())
     for weight in (spread, 2.0, torch.tensor(2.0, device=device)):
-        for _ in range(2):
+        for _ in range(3):
             output = warpnorm.layer_norm(x, COLS, weight, b)
             torch.testing.assert_close(output, F.layer_norm(x, (COLS,)) * weight + b)
-    for input in (plain, plain, negated, negated, plain):  # of one key
+    for input in (plain, plain, plain, negated, negated, plain):  # of one key
         torch.testing.assert_close(warpnorm.layer_norm(input, COLS, w, b), F.layer_norm(input, (COLS,), w, b))
-    assert len(first_calls) == 5 + 1 + 2
+    assert len(first_calls) == 7 + 1 + 2
 
 
 def test_bad_input_is_still_refused(device: str) -> None:
     x, w, b = operands(6, device)
-    warpnorm.layer_norm(x, (COLS,), w, b)
+    for _ in range(3):
+        warpnorm.layer_norm(x, (COLS,), w, b)
     for shape in ((float(COLS),), float(COLS), (COLS + 1,), str(COLS), None):
         with pytest.raises((InputError, TypeError, ValueError)):
             warpnorm.layer_norm(x, shape, w, b)
@@ -127,7 +157,9 @@ def test_bad_input_is_still_refused(device: str) -> None:
         warpnorm.layer_norm(x, (COLS,), w[:-1], b)
 
 
-def test_settings_and_modes_are_asked_each_time(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_and_modes_are_asked_each_time(device: str, monkeypatch: pytest.MonkeyPatch, by_launcher: str) -> None:
+    if by_launcher == "compiled":
+        pytest.skip("it has tests of its own")
     x, w, b = operands(6, device)
     warpnorm.layer_norm(x, COLS, w, b)
     ran: list[Any] = []
@@ -143,7 +175,7 @@ def test_settings_and_modes_are_asked_each_time(device: str, monkeypatch: pytest
 
 def test_differentiated_twice(device: str) -> None:
     given = [o.requires_grad_() for o in operands(3, device, dtype=torch.float64)]
-    for _ in range(2):
+    for _ in range(3):
         norm = lambda x, w, b: warpnorm.layer_norm(x, COLS, w, b)  # noqa: E731
         assert torch.autograd.gradgradcheck(norm, given, atol=1e-4, fast_mode=True)
 
@@ -155,7 +187,7 @@ def test_gradients_of_other_layouts(device: str) -> None:
         leaves = [o.detach().requires_grad_(need) for o, need in zip(given, needed, strict=True)]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         for grad in (torch.ones((), device=device).expand(6, COLS), torch.randn(6, 2 * COLS, device=device)[:, ::2]):
-            for _ in range(2):
+            for _ in range(4):
                 found = torch.autograd.grad(warpnorm.layer_norm(leaves[0], COLS, *leaves[1:]), wanted, grad)
                 expected = torch.autograd.grad(F.layer_norm(leaves[0], (COLS,), *leaves[1:]), wanted, grad)
                 for a, b in zip(found, expected, strict=True):
@@ -169,7 +201,7 @@ def test_operands_come_back_with_other_strides(device: str) -> None:
         "same": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
         "copy": lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().clone(), lambda t: t),
     }
-    for name in ("same", "same", "copy", "copy", "same"):
+    for name in ("same", "same", "same", "copy", "copy", "same"):
         found = []
         for norm in (warpnorm.rms_norm, F.rms_norm):
             x = wide[:, :COLS].detach().requires_grad_()
@@ -182,7 +214,7 @@ def test_operands_come_back_with_other_strides(device: str) -> None:
 def test_an_eps_that_may_change_is_read_each_time(device: str, first_calls: list[Any]) -> None:
     x, w, b = operands(6, device)
     eps = torch.tensor(1e-5)
-    for value in (1e-5, 1e-5, 10.0):
+    for value in (1e-5, 1e-5, 1e-5, 10.0):
         eps.fill_(value)
         output = warpnorm.layer_norm(x, COLS, w, b, eps)  # type: ignore[arg-type]
         torch.testing.assert_close(output, F.layer_norm(x, (COLS,), w, b, value))
@@ -193,7 +225,18 @@ def test_an_eps_that_may_change_is_read_each_time(device: str, first_calls: list
 def test_many_batches_share_few_places(device: str) -> None:
     for rows in range(1, 33):
         x, w, b = operands(rows, device)
-        for _ in range(2):
+        for _ in range(3):
             torch.testing.assert_close(warpnorm.layer_norm(x, COLS, w, b), F.layer_norm(x, (COLS,), w, b))
     assert len(repeat._seen) == 32
     assert len(repeat._scratch) == 6
+
+
+def test_many_gradients_at_once(device: str) -> None:
+    given = [o.requires_grad_() for o in operands(6, device)]
+    grads = torch.randn(4, 6, COLS, device=device)
+    expected = torch.autograd.grad(F.layer_norm(given[0], (COLS,), *given[1:]), given, grads, is_grads_batched=True)
+    for _ in range(4):
+        output = warpnorm.layer_norm(given[0], COLS, *given[1:])
+        found = torch.autograd.grad(output, given, grads, is_grads_batched=True)
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -20,6 +20,7 @@ WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         cases.LAYER, cases.RMS, cases.BATCH, cases.GROUP, cases.INSTANCE, cases.ADD_RMS, cases.SWISH_LAYER, cases.GELU_RMS,
+        cases.GATED_RMS,
         cases.GROUP_SILU, cases.ADD_BATCH_RELU,
     )
 }  # fmt: skip
@@ -87,6 +88,7 @@ def findings() -> Iterator[tuple[str, str, bool]]:
     yield "route", settings.current().route, True
     yield from _native()
     yield from _gpus()
+    yield "launcher", _launcher(), True
     yield "cache folder", _cache(settings.current().cache_dir), True
 
 
@@ -96,6 +98,20 @@ def _triton() -> str:
     import triton
 
     return str(triton.__version__)
+
+
+def _launcher() -> str:
+    """Of calls that were seen before."""
+    from warpnorm.launch import launcher
+
+    if settings.current().launcher == "python":
+        return "in Python, as WARPNORM_LAUNCHER says"
+    if launcher.library().exists():
+        return "compiled"
+    found = launcher.compiler()
+    if found is None:
+        return f"in Python: no C++ compiler was found (looked for {', '.join(launcher.COMPILERS)})"
+    return f"in Python until calls repeat often, then built by {found}"
 
 
 def _native() -> Iterator[tuple[str, str, bool]]:

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from warpnorm import repeat, settings
 from warpnorm.bench.cases import DTYPE_NAMES, BenchCase
 from warpnorm.bench.check import Subject, draws, is_right
 from warpnorm.bench.rivals import OURS, Forward, Rival, build
@@ -103,7 +104,10 @@ def run_cases(
         TimeRemainingColumn(),
     )
     with own_stream(device), Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("copy bandwidth", total=len(cases) * (1 + len(rivals)))
+        task = progress.add_task("the launcher", total=len(cases) * (1 + len(rivals)))
+        if settings.current().launcher == "auto":
+            repeat.prepare_launcher()  # not while something is timed
+        progress.update(task, description="copy bandwidth")
         run = Run(device, device_name(device), copy_bandwidth(device))
         run.missing = {rival.name: why for rival in rivals if (why := rival.missing(device)) is not None}
         contenders = [OURS, *(rival for rival in rivals if rival.name not in run.missing)]

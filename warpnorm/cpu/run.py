@@ -143,6 +143,19 @@ class NativeForward(_Launch):
         factors = NO_FACTORS if running is None else running.factors
         self.run(self.function, operands, (*outputs, *statistics, *averaged), parts, self.eps, factors)
 
+    def described(self, operands: int, outputs: int) -> tuple[Any, ...] | None:
+        """This call, of as many tensors, as the compiled launcher takes it; nothing where its memory is looked after."""
+        numel = self.space.rows * self.space.cols
+        if self.takes_numbers or any(numel * o.dtype.itemsize >= memory.LARGE for o in self.problem.outputs):
+            return None
+        count = operands + outputs + len(self.problem.norm.statistics)
+        addresses = (ctypes.cast(of, ctypes.c_void_p).value for of in (_pool(), self.in_memory, self.reals))
+        return self.function, *addresses, min(self.units, numel // PART), tuple((i, 0) for i in range(count))
+
+    @cached_property
+    def reals(self) -> Any:
+        return _in_memory(self.eps, *NO_FACTORS)
+
     def empty_statistics(self, device: torch.device, rows: int | None = None) -> tuple[torch.Tensor, ...]:
         """Of this call, or of more rows."""
         return _statistics(self, rows)

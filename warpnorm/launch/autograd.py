@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd import forward_ad
 
 from warpnorm.problem import Call, Running
 from warpnorm.reference import composite
@@ -63,7 +64,9 @@ class Normalization(torch.autograd.Function):
         operands, statistics = _with_numbers(saved[:count], ctx.numbers), saved[count:]
         needed = [tuple(i for i in which if ctx.needs_input_grad[3 + i]) for which in ctx.kept]
         wanted = tuple(k for k, which in enumerate(needed) if which)
-        if torch.is_grad_enabled():  # these gradients may be differentiated again
+        if are_batched(grad_outputs):
+            found = composite_gradients(ctx.call, operands, grad_outputs, wanted)
+        elif is_differentiated():
             gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grad_outputs, *operands)
             found = dict(zip(wanted, gradients, strict=True))
         else:
@@ -88,7 +91,9 @@ class RepeatedNormalization(torch.autograd.Function):
         count = len(ctx.call.axes)
         operands, statistics = saved[:count], saved[count:]
         wanted = tuple([i for i in range(count) if ctx.needs_input_grad[2 + i]])
-        if torch.is_grad_enabled():  # these gradients may be differentiated again
+        if are_batched(grads):
+            found = composite_gradients(ctx.call, operands, grads, wanted)
+        elif is_differentiated():
             gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grads, *operands)
             found = dict(zip(wanted, gradients, strict=True))
         else:
@@ -151,6 +156,34 @@ class NormalizationBackward(torch.autograd.Function):
                 )
         found = dict(zip(needed, second, strict=True))
         return tuple(found.get(i) for i in range(len(ctx.needs_input_grad)))
+
+
+def are_batched(grads: Sequence[torch.Tensor | None]) -> bool:
+    """Whether they are many at once (`is_grads_batched`, `torch.vmap`), in tensors without memory of their own."""
+    kinds = torch._C._functorch
+    return any(g is not None and (kinds.is_legacy_batchedtensor(g) or kinds.is_batchedtensor(g)) for g in grads)
+
+
+def composite_gradients(
+    call: Call, operands: Sequence[Any], grad_outputs: Sequence[torch.Tensor | None], wanted: Sequence[int]
+) -> dict[int, torch.Tensor | None]:
+    """By PyTorch's operators."""
+    is_differentiated_again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        inputs = [_as_input(o) if isinstance(o, torch.Tensor) else o for o in operands]
+        outputs = composite(call, *inputs)
+        given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        gradients = torch.autograd.grad(
+            [o for o, _ in given], [inputs[i] for i in wanted], [g for _, g in given],
+            create_graph=is_differentiated_again, allow_unused=True,
+        )  # fmt: skip
+    return dict(zip(wanted, gradients, strict=True))
+
+
+def is_differentiated() -> bool:
+    """Whether gradients may be differentiated again: by a backward of their own, or by forward gradients, which are
+    refused."""
+    return torch.is_grad_enabled() or forward_ad._current_level >= 0
 
 
 def _with_numbers(tensors: Sequence[torch.Tensor | None], numbers: Sequence[float | None]) -> list[Any]:

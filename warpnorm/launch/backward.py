@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from warpnorm.codegen.bind import BoundKernel
-from warpnorm.kernels.team import BOXES
-from warpnorm.launch.forward import in_bits, on_device
+from warpnorm.launch import launcher
+from warpnorm.launch.forward import in_bits, mailbox, on_device, slots
 from warpnorm.plan import grid
 from warpnorm.plan.grid import Sum
-from warpnorm.plan.plan import LONG_ROW, TEAM, Plan
+from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import BackwardProblem
 from warpnorm.space import Space
 
@@ -47,7 +47,7 @@ class BackwardLaunch:
         with on_device(gradients[0]):
             shared: tuple[Any, ...] = ()  # what the programs of one row need from each other
             if self.plan.pattern == TEAM:
-                shared = (self._mailbox(device),)
+                shared = (mailbox(self.plan, device),)
             elif self.plan.pattern == LONG_ROW:
                 shared = (tuple(torch.empty_like(statistic) for statistic in statistics),)
                 if self.sums_kernel is not None:
@@ -59,6 +59,24 @@ class BackwardLaunch:
                 totals = tuple(gradients[i] for i in problem.reduced)
                 launch_sums(self.column_sum, self.column_sum_plan, partials, totals, sums)
 
+    def described(self, operands: int) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
+        """The sizes of partial rows, and these launches as the compiled launcher takes them: of the operands and statistics,
+        which are saved, of one gradient that is given, and of the wanted ones."""
+        problem, space, plan = self.problem, self.space, self.plan
+        if plan.pattern != ROW or len(problem.given) != 1:
+            return None
+        counts = (operands, len(problem.norm.statistics), 1, len(problem.wanted), len(problem.reduced))
+        read, statistics, grads, gradients, partials = slots(*counts)
+        written = tuple(gradients[i] for i in problem.written)
+        before = (space.strides, space.sizes, space.rows, space.groups, space.cols)
+        found = [launcher.describe(self.kernel, self.programs, (*read, *grads), written, partials, statistics, *before)]
+        if self.column_sum is not None:
+            totals = tuple(gradients[i] for i in problem.reduced)
+            found.append(
+                launcher.describe(self.column_sum, *sum_arguments(self.column_sum_plan, partials, totals, self.sums))
+            )
+        return None if None in found else (tuple(s.numel for s in self.sums), tuple(found))
+
     @cached_property
     def programs(self) -> tuple[int, int]:
         return grid.backward(self.plan, self.space)
@@ -66,22 +84,6 @@ class BackwardLaunch:
     @cached_property
     def sums(self) -> list[Sum]:
         return [grid.gradient_sum(self.plan, self.space, self.problem, i) for i in self.problem.reduced]
-
-    def _mailbox(self, device: torch.device) -> torch.Tensor:
-        """Where the programs of a team leave their sums for each other: one for each stream, whose launches come one after
-        another, and for each kind of team, whose programs have then all sent equally many messages."""
-        words = self.plan.programs * BOXES.value * self.plan.splits
-        if torch.cuda.is_current_stream_capturing():  # the graph may be replayed beside anything
-            return torch.zeros(words, dtype=torch.int64, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        key = (device, stream, self.plan.splits, words)
-        box = _mailboxes.get(key)
-        if box is None:
-            box = _mailboxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
-        return box
-
-
-_mailboxes: dict[Any, torch.Tensor] = {}
 
 
 def launch_sums(
@@ -92,6 +94,11 @@ def launch_sums(
     sums: Sequence[Sum],
 ) -> None:
     """`column_sum` of several at once."""
+    kernel.launch(*sum_arguments(plan, partials, totals, sums))
+
+
+def sum_arguments(plan: Plan, partials: Sequence[Any], totals: Sequence[Any], sums: Sequence[Sum]) -> tuple[Any, ...]:
+    """The grid first."""
     blocks = -(-max(s.width for s in sums) // plan.block_cols)
     groups, heights, widths = zip(*sums, strict=True)
-    kernel.launch((blocks * max(groups), len(sums)), partials, totals, groups, heights, widths, blocks)
+    return (blocks * max(groups), len(sums)), tuple(partials), tuple(totals), groups, heights, widths, blocks

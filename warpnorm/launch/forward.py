@@ -10,8 +10,11 @@ import torch
 
 from warpnorm.codegen.bind import BoundKernel
 from warpnorm.codegen.expressions import FLOAT8
+from warpnorm.kernels.team import BOXES
+from warpnorm.launch import launcher
+from warpnorm.launch.launcher import Slot
 from warpnorm.plan import grid
-from warpnorm.plan.plan import ROW, Plan
+from warpnorm.plan.plan import ROW, TEAM, Plan
 from warpnorm.problem import ForwardProblem, Running
 from warpnorm.space import Space
 
@@ -45,7 +48,18 @@ class ForwardLaunch:
     ) -> None:
         """The launch alone, on the current device, of tensors that no dtype of 8 bits is among."""
         averaged = self.without_running if running is None or not self.without_running else running.arguments
-        self.kernel.launch(self.programs, tuple(operands), tuple(outputs), statistics, *self.geometry, *averaged)
+        read, written = tuple(operands), tuple(outputs)
+        shared = (mailbox(self.plan, statistics[0].device),) if self.plan.pattern == TEAM else ()
+        self.kernel.launch(self.programs, read, written, *shared, statistics, *self.geometry, *averaged)
+
+    def described(self, operands: int, outputs: int) -> tuple[Any, ...] | None:
+        """This launch, of as many tensors, as the compiled launcher takes it."""
+        if self.plan.pattern == TEAM:  # whose mailbox is that of a stream
+            return None
+        of_operands, of_outputs, of_statistics = slots(operands, outputs, len(self.problem.norm.statistics))
+        return launcher.describe(
+            self.kernel, self.programs, of_operands, of_outputs, of_statistics, *self.geometry, *self.without_running
+        )
 
     def empty_statistics(self, device: torch.device, rows: int | None = None) -> tuple[torch.Tensor, ...]:
         """Of this call, or of more rows."""
@@ -72,6 +86,32 @@ def empty_statistics(problem: ForwardProblem, rows: int, device: torch.device) -
     stride = -(-rows // 4) * 4
     storage = torch.empty(len(names) * stride, dtype=problem.compute, device=device)
     return tuple(storage[i * stride : i * stride + rows] for i in range(len(names)))
+
+
+_mailboxes: dict[Any, torch.Tensor] = {}
+
+
+def mailbox(plan: Plan, device: torch.device) -> torch.Tensor:
+    """Where the programs of a team leave their sums for each other: one for each stream, whose launches come one after
+    another, and for each kind of team, whose programs have then all sent equally many messages."""
+    words = plan.programs * BOXES.value * plan.splits
+    if torch.cuda.is_current_stream_capturing():  # the graph may be replayed beside anything
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    key = (device, stream, plan.splits, words)
+    box = _mailboxes.get(key)
+    if box is None:
+        box = _mailboxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
+    return box
+
+
+def slots(*counts: int) -> list[tuple[Slot, ...]]:
+    """Of several kinds of tensors, one after another."""
+    found, first = [], 0
+    for count in counts:
+        found.append(tuple(Slot(first + i) for i in range(count)))
+        first += count
+    return found
 
 
 def in_bits(operand: torch.Tensor | float) -> torch.Tensor | float:

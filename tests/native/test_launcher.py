@@ -1,0 +1,3 @@
+"""The compiled launcher, of native code."""
+
+from kernel_contracts.launcher_contract import *  # noqa: F403

@@ -1,0 +1,278 @@
+"""The compiled launcher: `launcher.cpp` built once for a version of PyTorch and Python, and kept on disk. Building takes
+half a minute, so that it happens in the background, and only where calls repeat; until then, and where there is no compiler,
+`repeat.py` does the same in Python."""
+
+import atexit
+import hashlib
+import os
+import platform
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import find_spec, module_from_spec, spec_from_loader
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from warpnorm import settings
+from warpnorm.errors import UnavailableError
+
+if TYPE_CHECKING:  # which needs Triton
+    from warpnorm.codegen.bind import BoundKernel
+
+NAME = "warpnorm_launcher"
+SOURCE = Path(__file__).with_name("launcher.cpp")
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-O2", "-fPIC", "-fvisibility=hidden", "-pipe", "-w")
+STANDARDS = ("-std=c++20", "-std=c++17")  # the headers of PyTorch ask for the first, and take the second
+LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-lc10")
+# Repeated calls after which it is built: half a minute of a processor, for some 10 microseconds of each
+MANY_CALLS = 1000
+
+module: Any = None  # once it is there
+why_not = ""  # there is none, if that is certain
+_thread: threading.Thread | None = None
+_process: subprocess.Popen[bytes] | None = None
+_lock = threading.Lock()
+
+
+class Slot(NamedTuple):
+    """Where the launcher finds a tensor: the tensors of a call have numbers."""
+
+    number: int
+
+
+def find(set_up: Callable[[Any], None], calls: int) -> Any:
+    """The launcher, if it is there by now; `calls` have been repeated so far. `set_up` is called with it once."""
+    wanted = settings.current().launcher
+    if wanted == "python":
+        return None
+    if wanted == "compiled" and prepare(set_up):
+        raise UnavailableError(f"there is no compiled launcher: {why_not}; or set WARPNORM_LAUNCHER=auto")
+    if module is None and not why_not and _thread is None and (calls == 1 or calls >= MANY_CALLS):
+        with _lock:
+            if module is None and not _load(library(), set_up) and calls >= MANY_CALLS:
+                _start(set_up)
+    return module
+
+
+def prepare(set_up: Callable[[Any], None]) -> str:
+    """Builds the launcher where it is not there yet, and waits for it; says why there is none, if so."""
+    if module is None and not why_not:
+        with _lock:
+            if module is None and not _load(library(), set_up) and _thread is None:
+                _start(set_up)
+        if _thread is not None:
+            _thread.join()
+    return why_not
+
+
+def _load(path: Path, set_up: Callable[[Any], None]) -> bool:
+    """From the disk, where it lies there."""
+    global module
+    if not path.exists():
+        return False
+    try:
+        spec = spec_from_loader(NAME, ExtensionFileLoader(NAME, str(path)))
+        assert spec is not None
+        assert spec.loader is not None
+        found = module_from_spec(spec)
+        spec.loader.exec_module(found)
+    except ImportError:  # damaged, or of other libraries
+        return False
+    set_up(found)
+    module = found
+    return True
+
+
+def library() -> Path:
+    """Where it lies, named by whatever it depends on."""
+    return settings.current().cache_dir / f"launcher_{_name()}.so"
+
+
+@cache
+def _name() -> str:
+    import sysconfig  # which reads the environment
+
+    version = torch.version
+    has_header = any((Path(folder) / "cuda.h").exists() for folder in _folders())
+    of = [SOURCE.read_text(), version.__version__, version.git_version, sysconfig.get_config_var("SOABI")]
+    of += [has_header, platform.machine(), torch.__file__, *FLAGS, *STANDARDS, *LIBRARIES]
+    return hashlib.sha256("\0".join(map(str, of)).encode()).hexdigest()[:32]
+
+
+def _start(set_up: Callable[[Any], None]) -> None:
+    global _thread, why_not
+    found = compiler()
+    if sys.platform != "linux" or found is None:
+        why_not = f"no C++ compiler was found (looked for {', '.join(COMPILERS)})"
+        return
+    path, command = library(), _command(found)  # of the settings as they are now
+
+    def work() -> None:
+        global why_not
+        try:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                _make(path, command, set_up)
+            except OSError:  # a read-only or full home
+                folder = tempfile.mkdtemp(prefix="warpnorm-")
+                atexit.register(shutil.rmtree, folder, ignore_errors=True)
+                _make(Path(folder) / "launcher.so", command, set_up)
+        except Exception as error:  # nobody would see it
+            why_not = f"{found} does not build it: {error}"
+
+    _thread = threading.Thread(target=work, name="warpnorm launcher", daemon=True)
+    _thread.start()
+
+
+def _make(path: Path, command: Sequence[str], set_up: Callable[[Any], None]) -> None:
+    with _alone(path.with_suffix(".lock")):
+        if _load(path, set_up):  # whoever had the lock before has built it
+            return
+        _build(path, command)
+        if not _load(path, set_up):
+            raise subprocess.SubprocessError("what it built cannot be loaded")
+
+
+def compiler() -> str | None:
+    """The path of the system's C++ compiler, if it has one."""
+    named = settings.current().cxx_compiler
+    if named is not None:
+        return shutil.which(named) if named else None
+    return next((path for path in map(shutil.which, COMPILERS) if path), None)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process of a machine builds, the others wait."""
+    import fcntl  # not everywhere
+
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError:  # a file system without locks: some build it twice
+            yield
+            return
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _build(path: Path, command: Sequence[str]) -> None:
+    scratch = tempfile.mkdtemp(dir=path.parent, prefix="build-")  # which a child that ends must not remove
+    atexit.register(_stop, scratch, os.getpid())
+    try:
+        part, built = (os.path.join(scratch, name) for name in ("launcher.o", "launcher.so"))
+        said = ""
+        for standard in STANDARDS:
+            status, said = _run([*command, standard, "-c", str(SOURCE), "-o", part])
+            if status == 0:
+                status, said = _run([command[0], "-shared", part, "-o", built, *_libraries()])
+            if status == 0:
+                os.replace(built, path)
+                return
+            if status < 0:  # it was killed
+                break
+        lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+        raise subprocess.SubprocessError(lines[0] if lines else "it says nothing")
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run(command: Sequence[str]) -> tuple[int, str]:
+    global _process
+    _process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True)
+    said = _process.communicate()[1]
+    return _process.returncode, said.decode(errors="replace")
+
+
+def _stop(scratch: str, owner: int) -> None:
+    """Nothing outlives the program."""
+    if os.getpid() != owner:  # but that of a child does not end the parent's
+        return
+    if _process is not None and _process.poll() is None:
+        os.killpg(_process.pid, signal.SIGKILL)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _after_fork() -> None:
+    """Threads stay with the parent."""
+    global _lock, _thread, _process
+    _lock, _thread, _process = threading.Lock(), None, None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _command(compiler: str) -> list[str]:
+    is_new = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return [compiler, *FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={is_new}", *(f"-I{folder}" for folder in _folders())]
+
+
+def _folders() -> list[str]:
+    """Where headers lie: PyTorch's, Python's, and that of CUDA's driver, which comes with Triton."""
+    import sysconfig
+
+    include = Path(torch.__file__).parent / "include"
+    folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
+    triton = find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "include")
+    return list(map(str, folders))
+
+
+def _libraries() -> list[str]:
+    return [f"-L{Path(torch.__file__).parent / 'lib'}", *LIBRARIES]
+
+
+PACKED = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
+
+
+def describe(kernel: "BoundKernel", grid: tuple[int, ...], *arguments: Any) -> tuple[Any, ...] | None:
+    """A launch that has happened before, with slots instead of tensors, as the launcher takes it; nothing where this version
+    of Triton launches in a way that it does not know."""
+    compiled = kernel.compiled
+    if compiled is None:
+        return None
+    of = compiled.metadata
+    is_known = of.target.backend == "cuda" and of.num_ctas == 1 and not of.launch_cooperative_grid
+    if not is_known or of.global_scratch_size or of.profile_scratch_size or not compiled.function:
+        return None
+    params = [_param(*pair) for pair in zip(_leaves(kernel.types), _leaves(arguments), strict=True)]
+    hidden = _count_params(compiled.asm["ptx"]) - len(params)  # pointers to scratch memory, of which there is none
+    if not 0 <= hidden <= 2:
+        return None
+    params += [(-1, 0)] * hidden
+    threads = of.num_warps * of.target.warp_size
+    return compiled.function, *(*grid, 1)[:2], threads, of.shared, bool(of.launch_pdl), tuple(params)
+
+
+def _param(type: str, value: Any) -> tuple[int, int]:
+    """A slot, or the bits of a number."""
+    if isinstance(value, Slot):
+        return value.number, 0
+    if type in PACKED:
+        real, whole = PACKED[type]
+        return -1, struct.unpack(whole, struct.pack(real, value))[0]
+    return -1, int(value)
+
+
+def _leaves(arguments: Any) -> list[Any]:
+    return [leaf for a in arguments for leaf in (_leaves(a) if type(a) in (tuple, list) else [a])]
+
+
+def _count_params(ptx: str) -> int:
+    entry = ptx.index(".entry")
+    return ptx[entry : ptx.index("{", entry)].count(".param ")

@@ -3,6 +3,7 @@ operator computes in, numbers spelled so that they keep their precision."""
 
 import torch
 
+from warpnorm.codegen.shorter import shortened
 from warpnorm.problem import (
     BY_ROW,
     COLUMN,
@@ -63,9 +64,10 @@ def literal(value: Literal) -> str:
 
 def lines(graph: Graph, problem: Problem) -> list[str]:
     dtypes = dtypes_of(graph, problem)
+    graph = shortened(graph) if problem.is_half else graph
     found = []
     for node in graph.nodes:
-        template = TRITON[node.operator] if not is_cast(node.operator) else ""
+        template = TRITON.get(node.operator, "") if not is_cast(node.operator) else ""
         if problem.is_half:
             kind = "erf_beside_one" if node.operator == "erf" and _is_beside_one(node, graph) else node.operator
             template = TRITON_HALF.get(kind, template)

@@ -112,6 +112,8 @@ TRITON_HALF: dict[str, str] = {
     "sigmoid": "ours.quick_sigmoid({0})",
     "erf": "ours.quick_erf({0})",
     "erf_beside_one": "ours.quick_erf_beside_one({0})",
+    "gelu": "ours.quick_gelu({0})",  # these two are found in graphs, by codegen/shorter.py
+    "gelu_slope": "ours.quick_gelu_slope({0})",
     "rsqrt": "tl.rsqrt({0})",
     "sqrt": "tl.sqrt({0})",
 }

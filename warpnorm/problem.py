@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from warpnorm.errors import InputError
 from warpnorm.norms import Norm
 
 # The axes along which an operand has values of its own. Along the others it is broadcast.
@@ -157,6 +158,15 @@ class Running(NamedTuple):
         return mean != variance and mean not in others and variance not in others
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    address = tensor.data_ptr()
+    if address == 0 and tensor.numel() > 0 and not tensor.is_meta:
+        raise InputError(
+            f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, as that of sharded parameters"
+        )
+    return address
+
+
 class View(NamedTuple):
     """The exact layout of one tensor; a number is a view without shape, strides or pointer."""
 
@@ -169,7 +179,7 @@ class View(NamedTuple):
     def of(tensor: "torch.Tensor | float") -> "View":
         if not isinstance(tensor, torch.Tensor):
             return NUMBERS[type(tensor)]
-        return View(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr() % VECTOR_BYTES == 0)
+        return View(tensor.shape, tensor.stride(), tensor.dtype, address_of(tensor) % VECTOR_BYTES == 0)
 
 
 NUMBERS = {float: View((), (), torch.float32, True), int: View((), (), torch.int64, True)}
@@ -185,13 +195,16 @@ class Stride(NamedTuple):
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a kernel reads or writes, with one stride for each axis of the iteration space."""
+    """A tensor that a kernel reads or writes, with one stride for each axis of the iteration space. `varies` says whether
+    the call's axes are those of a tile: an operand with values for each sample has one row where there is one sample. Said
+    of norms over rows."""
 
     dtype: torch.dtype
     axes: str
     row_strides: tuple[Stride, ...]
     col_strides: tuple[Stride, ...]
     is_aligned: bool
+    varies: bool = False
 
     @property
     def has_vectors(self) -> bool:
@@ -202,6 +215,10 @@ class Operand:
             and self.col_strides[-1].literal == 1
             and all(s.literal == 0 or s.divisor * self.dtype.itemsize >= VECTOR_BYTES for s in outer)
         )
+
+
+def is_varying(operand: Operand) -> bool:
+    return operand.axes in TILES or (operand.axes == COLUMN and operand.varies)
 
 
 def inner_lines(gradient: Operand) -> int:
@@ -237,6 +254,12 @@ class Problem:
         """The operands that are loaded for every element."""
         return tuple(operand for operand in self.operands if operand.axes in TILES)
 
+    @cached_property
+    def varying(self) -> tuple[Operand, ...]:
+        """Those that are, or would be with more samples: a row's bits must not depend on how many there are, so neither may
+        anything that they depend on."""
+        return tuple(operand for operand in self.operands if is_varying(operand))
+
     @property
     def results(self) -> tuple[Operand, ...]:
         """What is written for every element."""
@@ -256,11 +279,11 @@ class Problem:
     def has_long_mantissas(self) -> bool:
         """Whether a sum over a row rounds bits away that a row of equal values needs: those of halves are too short."""
         is_computed = bool(self.prologue.nodes) and not self.is_half
-        return is_computed or any(operand.dtype.itemsize > 2 for operand in self.tiles)
+        return is_computed or any(operand.dtype.itemsize > 2 for operand in self.varying)
 
     @property
     def has_vectors(self) -> bool:
-        return all(o.has_vectors and self.cols_divisor * o.dtype.itemsize >= VECTOR_BYTES for o in self.tiles)
+        return all(o.has_vectors and self.cols_divisor * o.dtype.itemsize >= VECTOR_BYTES for o in self.varying)
 
 
 @dataclass(frozen=True)

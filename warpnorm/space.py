@@ -2,6 +2,7 @@
 is made of, and the numbers that its kernel is told at run time."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from warpnorm.problem import (
     NUMBER,
     ROW,
     SCALAR,
+    TILES,
     VECTOR_BYTES,
     Axes,
     BackwardProblem,
@@ -214,6 +216,7 @@ def describe_lines(call: Call, views: Sequence[View], axes: Sequence[Axes], shap
     # A lone sample is described as several are
     keeps_first = call.norm.rows == GROUPS and len(lines) > 1
     space = describe(placed, own, [sizes[d] for d in order], len(inner), keeps_first=keeps_first)
+    space = space._replace(operands=tuple(replace(operand, varies=False) for operand in space.operands))
     space = _with_divisors(space, sizes, lines, inner)
     if is_whole or sizes[pieces] == 1:
         return space._replace(inner_rows=space.rows)
@@ -289,9 +292,10 @@ def describe(
             tuple(classify(stride, view.dtype.itemsize) for stride in by_row),
             tuple(classify(stride, view.dtype.itemsize) for stride in by_col),
             view.is_aligned,
+            _class(row_mask, col_mask) in TILES or (any(mask[:row_dims]) and any(mask[row_dims:])),
         )
-        for view, a, by_row, by_col, row_mask, col_mask in zip(
-            views, axes, row_strides, col_strides, row_masks, col_masks, strict=True
+        for view, a, mask, by_row, by_col, row_mask, col_mask in zip(
+            views, axes, masks, row_strides, col_strides, row_masks, col_masks, strict=True
         )
     )
     sizes = (*row_sizes[1:], *col_sizes[1:])

@@ -4,18 +4,22 @@ NVIDIA's and AMD's targets, and the machine code read."""
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 import triton
 
+import warpnorm
 from warpnorm import pipeline
 from warpnorm.codegen import bind
+from warpnorm.fuse import NOTHING, arrange
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan import choose
 from warpnorm.plan.device import KNOWN, Device
-from warpnorm.plan.plan import ROW, Plan
+from warpnorm.plan.plan import ROW, TEAM, Plan
 from warpnorm.problem import COLUMN, FULL, BackwardProblem, Call, ForwardProblem, View
 from warpnorm.reference import Affine, Itself
 
@@ -108,6 +112,25 @@ def test_wide_rows_lie_in_registers(norm: Norm, cols: int, dtype: torch.dtype, t
 
 
 @pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize(
+    ("cols", "dtype"), [(131_072, torch.bfloat16), (300_008, torch.float16), (65_536, torch.float32)]
+)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_teams_share_long_rows(norm: Norm, cols: int, dtype: torch.dtype, target: str) -> None:
+    """So many programs as are told fit on a multiprocessor: they all run at the same time, or the launch fails."""
+    problem, device = forward_problem(norm, cols, dtype), KNOWN[target]
+    plan = choose.forward(problem, device)
+    assert plan.pattern == TEAM
+    assert plan.programs * plan.splits <= plan.per_unit * device.units
+    kernel = bind.forward(problem, plan, device, 0).compiled
+    assert local_memory(kernel.asm["cubin"]) == 0
+    assert plan.per_unit * (kernel.metadata.shared + 1024) <= device.shared_bytes
+    limit = re.search(r"\.maxnreg (\d+)", kernel.asm["ptx"])
+    assert limit
+    assert int(limit[1]) * plan.warps * 32 * plan.per_unit <= device.registers_per_unit
+
+
+@pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
@@ -149,3 +172,37 @@ def test_plans_do_not_depend_on_the_rows() -> None:
         problems = {forward_problem(LAYER_NORM, cols, torch.bfloat16, rows) for rows in (1, 2, 3, 1000, 1 << 20)}
         assert len({choose.forward(problem, device) for problem in problems}) == 1
         assert len(problems) == 1
+
+
+def adaptive(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cols", [64, 1000, 1024, 4096, 8192, 12_288, 24_576, 65_536, 131_072])
+def test_plans_do_not_depend_on_the_samples(cols: int, dtype: torch.dtype) -> None:
+    """Scale and shift of each sample are loaded once where there is one, and for each row where each has one."""
+    fused = warpnorm.fuse(adaptive)
+    for target in (*NVIDIA, "gfx942"):
+        found = set()
+        for samples, positions in ((1, 1), (1, 5), (3, 1), (3, 5)):
+            x = torch.empty(samples, positions, cols, dtype=torch.bfloat16)
+            scale = torch.empty(samples, 1, cols, dtype=dtype)
+            request = fused.request(NOTHING, (x, scale, scale), {})
+            call, operands = arrange(fused.prepare(request), request.tensors)
+            problem, _ = pipeline.forward_problem(call, (*map(View.of, operands), View.of(x)))
+            found.add((choose.forward(problem, KNOWN[target]), problem.has_long_mantissas, problem.has_vectors))
+        assert len(found) == 1
+
+
+@pytest.mark.parametrize("units", [1, 8, 14, 40])
+def test_small_gpus_have_programs(units: int) -> None:
+    """Fewer than a team takes: another pattern runs."""
+    device = replace(KNOWN["sm_90"], units=units)
+    for norm in NORMS:
+        for cols in (16_384, 131_072, 262_144):
+            plans = (
+                choose.forward(forward_problem(norm, cols, torch.bfloat16), device),
+                choose.backward(backward_problem(norm, cols, torch.bfloat16), device),
+            )
+            assert all(plan.programs > 0 for plan in plans if plan.pattern == TEAM)

@@ -1,14 +1,16 @@
 """Teams: programs that run at the same time and exchange sums. The interpreter runs programs one after another, so they are
 tested here alone: every size of a team, launch after launch, on two streams at once, and in graphs."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import warpnorm
-from kernel_contracts.running import NORMS, call_for, check_accuracy, gradient_for, operands_for, run_planned
+from kernel_contracts.running import NORMS, call_for, check_accuracy, gradient_for, operands_for, ours, run_planned
 from warpnorm import pipeline
-from warpnorm.norms import RMS_NORM, Norm
+from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan.plan import TEAM, Plan
 from warpnorm.problem import View
 
@@ -33,7 +35,7 @@ def test_every_team(plan: Plan, norm: Norm, rows: int, cols: int, device: str) -
     def make(seed: int) -> torch.Tensor:
         return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(device)
 
-    check_accuracy(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, None, plan))
+    check_accuracy(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, plan, plan))
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
@@ -43,11 +45,13 @@ def test_many_launches_of_different_lengths(norm: Norm, device: str) -> None:
     for rows in (1, 2, 3, 4, 5, 7, 100, 3, 1, 1000, 6):
         operands = operands_for(norm, torch.randn(rows, 256, device=device), 1)
         grad = gradient_for(operands[0])
-        found = run_planned(norm, operands, grad, None, plan)
+        found = run_planned(norm, operands, grad, plan, plan)
         expected = run_planned(norm, operands, grad, None, Plan("row", 1, 256, 4, programs=3))
+        torch.testing.assert_close(found.output, expected.output, rtol=1e-5, atol=1e-5)
         for a, b in zip(found.gradients, expected.gradients, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-        again = run_planned(norm, operands, grad, None, plan)
+        again = run_planned(norm, operands, grad, plan, plan)
+        assert again.output.equal(found.output)
         assert all(a.equal(b) for a, b in zip(again.gradients, found.gradients, strict=True))
 
 
@@ -55,17 +59,21 @@ def test_two_streams_at_once(device: str) -> None:
     plan = Plan(TEAM, 1, 2048, 8, programs=33, splits=4, stages=2)
     operands = operands_for(RMS_NORM, torch.randn(4000, 8192, device=device).bfloat16(), 1)
     grad = gradient_for(operands[0])
-    expected = run_planned(RMS_NORM, operands, grad, None, plan).gradients
+    expected = _results(run_planned(RMS_NORM, operands, grad, plan, plan))
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(2)]
     found = []
     for _ in range(5):
         for stream in streams:
             with torch.cuda.stream(stream):
-                found.append(run_planned(RMS_NORM, operands, grad, None, plan).gradients)
+                found.append(_results(run_planned(RMS_NORM, operands, grad, plan, plan)))
     torch.cuda.synchronize()
-    for gradients in found:
-        assert all(a.equal(b) for a, b in zip(gradients, expected, strict=True))
+    for results in found:
+        assert all(a.equal(b) for a, b in zip(results, expected, strict=True))
+
+
+def _results(run: Any) -> list[torch.Tensor]:
+    return [run.output, *run.gradients]
 
 
 def test_replayed_graphs(device: str) -> None:
@@ -74,15 +82,20 @@ def test_replayed_graphs(device: str) -> None:
     grad = gradient_for(operands[0])
     call = call_for(RMS_NORM, 1, *operands)
     _, statistics = pipeline.forward(call, operands)
+    (output,), _ = pipeline.forward(call, operands, plan=plan)
     expected = pipeline.backward(call, operands, (grad,), statistics, (0, 1), plan=plan)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        outputs = [pipeline.forward(call, operands, plan=plan)[0][0] for _ in range(3)]
         results = [pipeline.backward(call, operands, (grad,), statistics, (0, 1), plan=plan) for _ in range(3)]
     for _ in range(4):
         for result in results:
             for gradient in result.values():
                 gradient.fill_(float("nan"))
+        for again in outputs:
+            again.fill_(float("nan"))
         graph.replay()
+        assert all(again.equal(output) for again in outputs)
         for result in results:
             assert all(result[i].equal(expected[i]) for i in (0, 1))
 
@@ -98,6 +111,43 @@ def test_widths_that_choose_a_team(cols: int, norm: Norm, dtype: torch.dtype, de
     wanted = tuple(range(len(operands)))
     assert pipeline.prepare_backward(call, views, input.device, (0,), wanted, None).plan.pattern == TEAM
     check_accuracy(norm, 1, lambda seed: torch.randn(30, cols, device=device).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", [131_072, 200_008, 262_144, 500_000])
+def test_widths_that_choose_a_team_forward(cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
+    if cols * dtype.itemsize > 1 << 20:
+        pytest.skip("more than the largest team")
+    input = torch.randn(3, cols, device=device).to(dtype)
+    operands = operands_for(norm, input, 1)
+    views = (*map(View.of, operands), View.of(torch.empty_like(input)))
+    call = call_for(norm, 1, *operands)
+    assert pipeline.prepare_forward(call, views, input.device, None).plan.pattern == TEAM
+    check_accuracy(norm, 1, lambda seed: torch.randn(30, cols, device=device).to(dtype))
+    check_accuracy(norm, 1, lambda seed: (1000 + torch.randn(5, cols, device=device)).to(dtype))
+    whole = ours(norm, 1, *operands)
+    for rows in (1, 2):
+        assert ours(norm, 1, input[:rows], *operands[1:]).equal(whole[:rows])
+    if norm is LAYER_NORM:
+        assert not warpnorm.layer_norm(torch.full((2, cols), 3.3, device=device).to(dtype), (cols,)).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cols", [512, 1000, 4096, 8192, 12_288, 24_576, 65_536, 131_072])
+def test_a_sample_is_the_same_among_others(cols: int, dtype: torch.dtype, device: str) -> None:
+    """Scale and shift of each sample, of another dtype too: loaded once, for each sample, or for each row."""
+
+    def adaptive(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+
+    fused = warpnorm.fuse(adaptive)
+    x = torch.randn(4, 3, cols, device=device).bfloat16()
+    scale, shift = (torch.randn(4, 1, cols, device=device).to(dtype) for _ in range(2))
+    whole = fused(x, scale, shift)
+    for samples, positions in ((1, 3), (2, 3), (4, 1), (3, 2), (1, 1)):
+        some = fused(x[:samples, :positions], scale[:samples], shift[:samples])
+        assert some.equal(whole[:samples, :positions]), (samples, positions)
 
 
 def test_a_formula_in_chunks(device: str) -> None:

@@ -60,6 +60,10 @@ def _gelu_rms_norm(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) ->
     return F.rms_norm(F.gelu(x + bias), x.shape[-1:], weight, EPS)
 
 
+def _gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS) * F.silu(gate)
+
+
 def _batch_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor
 ) -> torch.Tensor:
@@ -138,6 +142,7 @@ LAYER = Workload("layer_norm", _layer_norm, 1, 2, 2, 3)
 ADD_RMS = Workload("add_rms_norm", _add_rms_norm, 2, 1, 4, 4)
 SWISH_LAYER = Workload("swish_layer_norm", _swish_layer_norm, 2, 2, 3, 5)
 GELU_RMS = Workload("gelu_rms_norm", _gelu_rms_norm, 1, 2, 2, 3)
+GATED_RMS = Workload("gated_rms_norm", _gated_rms_norm, 2, 1, 3, 5)
 PLAIN = (RMS, LAYER)
 # Parameters and running statistics of BatchNorm are float32 beside half precision, as in mixed precision training
 BATCH = Workload(
@@ -190,7 +195,10 @@ WIDTHS = (
     (4096, "models of seven billion parameters"),
     (8192, "models of seventy billion parameters"),
     (16384, "the largest models"),
-    (65536, "rows wider than a program's registers"),
+    (32768, "rows wider than any model's"),
+    (65536, "rows as wide as a program's registers"),
+    (131072, "rows wider than a program's registers"),
+    (262144, "twice as wide"),
 )
 
 
@@ -199,6 +207,7 @@ ODD_WIDTHS = (
     (5120, "models of thirteen billion parameters: no power of two"),
     (50257, "a vocabulary: wide and odd"),
 )
+SINGLE_WIDTHS = (4096, 16384, 65536)
 # The grid that others report: nothing in it is large
 SMALL_BATCHES = (1, 8, 32, 128, 512)
 SMALL_WIDTHS = (256, 512, 1024, 2048, 4096)
@@ -208,6 +217,7 @@ FUSED = (
     (ADD_RMS, "the residual stream before each norm of a language model"),
     (SWISH_LAYER, "a gate and a norm"),
     (GELU_RMS, "an activation with a bias, and a norm"),
+    (GATED_RMS, "a norm and a gate, of state space models"),
 )
 
 
@@ -229,7 +239,8 @@ def grid(elements: int) -> tuple[BenchCase, ...]:
 
 def _row_cases(elements: int) -> tuple[BenchCase, ...]:
     half, single = torch.bfloat16, torch.float32
-    rows = [(cols, half, why) for cols, why in (*WIDTHS, *ODD_WIDTHS)] + [(4096, single, "full precision")]
+    rows = [(cols, half, why) for cols, why in (*WIDTHS, *ODD_WIDTHS)]
+    rows += [(cols, single, "full precision") for cols in SINGLE_WIDTHS]
     plain = tuple(
         BenchCase(workload, direction, _rows(elements, cols, dtype), dtype, why)
         for direction in (FORWARD, BACKWARD)

@@ -19,7 +19,7 @@ from warpnorm.kernels.column import column_backward_kernel, column_forward_kerne
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
-from warpnorm.kernels.team import team_backward_kernel
+from warpnorm.kernels.team import team_backward_kernel, team_forward_kernel
 from warpnorm.plan import grid
 from warpnorm.plan.device import Device
 from warpnorm.plan.grid import LARGEST_MERGE, merge_rows
@@ -88,6 +88,7 @@ class BoundKernel:
         self.compiled: Any = None
         self._direct: Callable[..., None] | None = None
         self._is_known = False  # whether there is a direct way
+        self.types = tuple(_types(argument) for argument in arguments.values())  # of what is handed over
         if not device.is_interpreter:
             signature = {name: _types(argument) for name, argument in arguments.items()}
             signature |= dict.fromkeys(constants, "constexpr")
@@ -96,6 +97,10 @@ class BoundKernel:
             options = {"num_warps": plan.warps, "enable_fp_fusion": has_fused_multiply_add}
             if plan.pattern == TEAM:
                 options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
+                if plan.per_unit:
+                    options["maxnreg"] = min(
+                        255, device.registers_per_unit // (plan.per_unit * plan.warps * 32) // 8 * 8
+                    )
             if _is_chained(plan, device):
                 options["launch_pdl"] = True
             self.compiled = triton.compile(source, target=target, options=options)
@@ -185,6 +190,16 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
         constants |= {"KEEPS_VARIANCE": problem.norm.keeps_variance, "HAS_RUNNING": bool(problem.running)}
         return BoundKernel(row_forward_kernel, arguments | running, constants, plan, device)
+    if plan.pattern == TEAM:
+        constants |= _functions(functions, "hold")
+        constants |= {
+            "BLOCK_COLS": plan.block_cols,
+            "CHUNKS": plan.chunks,
+            "SPLITS": plan.splits,
+            "STAGES": plan.stages,
+        }
+        constants |= {"IS_LATE": plan.late, "RECOMPUTES": _recomputes(plan, device)}
+        return BoundKernel(team_forward_kernel, _with_mailbox(arguments), constants, plan, device)
     constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     return BoundKernel(long_row_forward_kernel, arguments, constants, plan, device)
 
@@ -230,8 +245,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
         return BoundKernel(column_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
-        mailbox = {"mailbox": Argument("*i64", ALIGNED)}
-        return BoundKernel(team_backward_kernel, arguments | mailbox | geometry, constants, plan, device)
+        return BoundKernel(team_backward_kernel, _with_mailbox(arguments | geometry), constants, plan, device)
     if plan.pattern == ROW:
         constants |= _functions(cache.load(pointwise.backward_source(problem)), "hold")
         constants |= {"BLOCK_ROWS": plan.block_rows, "CHUNKS": plan.chunks}
@@ -302,6 +316,13 @@ def _column_sum(
         "BLOCK_COLS": plan.block_cols,
     }
     return BoundKernel(column_sum_kernel, arguments, constants, plan, device)
+
+
+def _with_mailbox(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Before the statistics."""
+    names = list(arguments)
+    before = names[: names.index("statistic_ptrs")]
+    return {name: arguments[name] for name in before} | {"mailbox": Argument("*i64", ALIGNED)} | arguments
 
 
 def _recomputes(plan: Plan, device: Device) -> bool:

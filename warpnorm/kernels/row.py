@@ -6,6 +6,7 @@ reduced, and backward keeps the sums over rows in registers."""
 import triton
 import triton.language as tl
 
+from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.statistics import (
     add_terms,
@@ -23,53 +24,6 @@ from warpnorm.kernels.statistics import (
 
 
 @triton.jit
-def load_columns(
-    operands, strides, sizes, cols,
-    LOAD_COLUMNS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
-    FULL_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """What does not vary by row, for each block of columns."""
-    columns = ()
-    for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
-        columns += (LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask),)
-    return columns
-
-
-@triton.jit
-def load_rows(
-    row_offsets, row_mask, numbers, operands, strides, sizes, cols,
-    LOAD_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
-    FULL_CHUNKS: tl.constexpr,
-):  # fmt: skip
-    """Of each block of columns: the values, and where they lie. All are loaded before any is used."""
-    values, places = (), ()
-    for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
-        mask = row_mask[:, None] & col_mask[None, :]
-        values += (LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask),)
-        places += ((numbers, col_offsets, cols, mask),)
-    return values, places
-
-
-@triton.jit
-def compute_row(values, columns, places, PROLOGUE: tl.constexpr, CHUNKS: tl.constexpr):
-    """c of each block of columns, (rows, cols)."""
-    row = ()
-    for chunk in tl.static_range(CHUNKS):
-        row += (PROLOGUE(values[chunk], columns[chunk], places[chunk]),)
-    return row
-
-
-@triton.jit
-def hold_row(values, HOLD: tl.constexpr, CHUNKS: tl.constexpr):
-    held = ()
-    for chunk in tl.static_range(CHUNKS):
-        held += (HOLD(values[chunk]),)
-    return held
-
-
-@triton.jit
 def forward_tile(
     block, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
@@ -80,7 +34,18 @@ def forward_tile(
     row_offsets = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows_mask(row_offsets, rows)
     values, places = load_rows(
-        row_offsets, row_mask, row_offsets, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS
+        0,
+        row_offsets,
+        row_mask,
+        row_offsets,
+        operands,
+        strides,
+        sizes,
+        cols,
+        LOAD_ROWS,
+        BLOCK_COLS,
+        CHUNKS,
+        FULL_CHUNKS,
     )
     row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
     mean = row_mean(row, places, cols, IS_CENTERED, CHUNKS, IS_EXACT)
@@ -96,7 +61,7 @@ def forward_tile(
         average_statistics(running_ptrs, statistics, row_offsets, row_mask, factors)
     if IS_LATE:  # what the prologue does not read has not been in registers until now
         if not RECOMPUTES:
-            columns = load_columns(operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
+            columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
         else:  # nor is it all at once
             coming = LOAD_COLUMNS(operands, strides, sizes, *block_columns(0, cols, FULL_CHUNKS > 0, BLOCK_COLS))
     if RECOMPUTES:
@@ -125,7 +90,7 @@ def row_forward_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0).to(tl.int64)
-    columns = load_columns(operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
+    columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     if IS_PERSISTENT:
         for block in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
             forward_tile(
@@ -161,7 +126,7 @@ def row_backward_kernel(
         shares = tl.num_programs(0)
         group_rows = rows
         first_row = 0
-    columns = load_columns(operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
+    columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     accumulators = ((tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE),) * ACCUMULATORS,) * CHUNKS
     for block in tl.range(program % shares, tl.cdiv(group_rows, BLOCK_ROWS), shares, num_stages=STAGES):
         row_in_group = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -170,7 +135,18 @@ def row_backward_kernel(
         numbers = ROW_NUMBERS(row_offsets, sizes, rows)
         statistics = load_statistics(statistic_ptrs, numbers, row_mask, IS_CENTERED)
         values, places = load_rows(
-            row_offsets, row_mask, numbers, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS
+            0,
+            row_offsets,
+            row_mask,
+            numbers,
+            operands,
+            strides,
+            sizes,
+            cols,
+            LOAD_ROWS,
+            BLOCK_COLS,
+            CHUNKS,
+            FULL_CHUNKS,
         )
         row, normalized, from_epilogue = (), (), ()
         for chunk in tl.static_range(CHUNKS):

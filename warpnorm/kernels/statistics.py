@@ -41,30 +41,41 @@ def mean_and_rstd(mean, deviation, squares, cols, eps, IS_CORRECTED: tl.constexp
 
 
 @triton.jit
-def row_mean(row, places, cols, IS_CENTERED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr):
-    """Of rows held in registers, or the mean of their squares: `row` is c, of each block of columns, (rows, cols)."""
-    COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
+def row_total(row, places, IS_CENTERED: tl.constexpr, CHUNKS: tl.constexpr):
+    """The sum of rows held in registers, or that of their squares: `row` is c, of each block of columns, (rows, cols)."""
     total = in_row(row[0], places[0])
     if not IS_CENTERED:
         total = total * total
     for chunk in tl.static_range(1, CHUNKS):
         c = in_row(row[chunk], places[chunk])
         total += c if IS_CENTERED else c * c
-    return mean_of(tl.sum(total, 1), cols, COLS)
+    return tl.sum(total, 1)
 
 
 @triton.jit
-def centered_statistics(
-    row, mean, places, cols, eps, IS_CORRECTED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr
-):
-    """The second step, from the mean."""
+def row_mean(row, places, cols, IS_CENTERED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr):
     COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
+    return mean_of(row_total(row, places, IS_CENTERED, CHUNKS), cols, COLS)
+
+
+@triton.jit
+def row_deviations(row, mean, places, CHUNKS: tl.constexpr):
+    """The second step, from the mean: deviations from it and their squares, each added up over the blocks."""
     off = in_row(row[0] - mean[:, None], places[0])
     squares = off * off
     for chunk in tl.static_range(1, CHUNKS):
         deviation = in_row(row[chunk] - mean[:, None], places[chunk])
         off += deviation
         squares += deviation * deviation
+    return off, squares
+
+
+@triton.jit
+def centered_statistics(
+    row, mean, places, cols, eps, IS_CORRECTED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr
+):
+    COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
+    off, squares = row_deviations(row, mean, places, CHUNKS)
     return mean_and_rstd(mean, off, squares, cols, eps, IS_CORRECTED, COLS)
 
 

@@ -1,7 +1,8 @@
 """Access pattern `team`: a row is shared by SPLITS programs that run at the same time, each with CHUNKS blocks of its
-columns. They exchange the sums over their columns through global memory. Backward programs are persistent, as in `row.py`,
-and have two rows at hand: a program sends its sums of one, and while they travel it finishes the row before, which it loads
-once more, from L2: in registers are the sums over rows and one chunk.
+columns. They exchange the sums over their columns through global memory. They are persistent, as in `row.py`, and have two
+rows at hand: a program sends its sums of one, and while they travel it finishes the row before, which it loads once more,
+from L2. In registers are what does not vary by row, the sums over rows, and one chunk. The sums of forward are a mean and
+M2, which all merge in the same order.
 
 A message is one 64-bit word: a sum, and another whose last two bits say in which round it was sent, counted to four. It
 arrives at once: whoever finds the round has the sums. Four boxes take turns and make a round: who sends its message number
@@ -11,8 +12,23 @@ from launch to launch, and nothing has to be cleared."""
 import triton
 import triton.language as tl
 
+from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.masks import block_columns, rows_mask
-from warpnorm.kernels.statistics import add_terms, gradient, load_statistics, normalize, start_walk, sum_terms
+from warpnorm.kernels.statistics import (
+    add_terms,
+    corrected,
+    gradient,
+    load_statistics,
+    mean_of,
+    normalize,
+    reciprocal_sqrt,
+    row_deviations,
+    row_mean,
+    row_total,
+    start_walk,
+    store_statistics,
+    sum_terms,
+)
 
 BOXES = tl.constexpr(4)
 
@@ -54,11 +70,11 @@ def box_of(mailbox, number, SPLITS: tl.constexpr):
 
 @triton.jit
 def send(sums, mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
-    """This program's sums, (1,), to the others and to itself."""
+    """This program's sums, (1,), to the others and to itself. The second one is rounded: it loses two bits."""
     round = (number // BOXES) & 3
     low = sums[0].to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     if IS_CENTERED:
-        high = ((sums[1].to(tl.int32, bitcast=True) & -4) | round).to(tl.int64)
+        high = (((sums[1].to(tl.int32, bitcast=True) + 2) & -4) | round).to(tl.int64)
     else:
         high = tl.zeros((1,), tl.int64) + round
     box = box_of(mailbox, number, SPLITS)
@@ -66,8 +82,9 @@ def send(sums, mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr)
 
 
 @triton.jit
-def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
-    """The sums over the team, added in the same order by all."""
+def messages(mailbox, number, SPLITS: tl.constexpr):
+    """The two numbers of every program of the team, (programs,), and which these are. Not as the columns of a tile: a thread
+    would have several of them then, and wait for one after another."""
     lanes = tl.arange(0, triton.next_power_of_2(SPLITS))
     members = tl.minimum(lanes, SPLITS - 1)  # nobody waits for a program that is not there
     first, second = tl.inline_asm_elementwise(
@@ -75,16 +92,130 @@ def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
         [(box_of(mailbox, number, SPLITS) + members).to(tl.int64), members * 0 + ((number // BOXES) & 3)],
         dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
-    totals = sum_of_team(first, lanes, SPLITS)
-    if IS_CENTERED:
-        return totals, sum_of_team(second & -4, lanes, SPLITS)
-    else:
-        return (totals,)
+    first = tl.where(lanes < SPLITS, first.to(tl.float32, bitcast=True), 0.0)
+    second = tl.where(lanes < SPLITS, (second & -4).to(tl.float32, bitcast=True), 0.0)
+    return first, second, lanes
 
 
 @triton.jit
-def sum_of_team(bits, lanes, SPLITS: tl.constexpr):
-    return tl.zeros((1,), tl.float32) + tl.sum(tl.where(lanes < SPLITS, bits.to(tl.float32, bitcast=True), 0.0), 0)
+def of_row(number):
+    return tl.zeros((1,), tl.float32) + number
+
+
+@triton.jit
+def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
+    """The sums over the team, added in the same order by all."""
+    first, second, _ = messages(mailbox, number, SPLITS)
+    if IS_CENTERED:
+        return of_row(tl.sum(first, 0)), of_row(tl.sum(second, 0))
+    else:
+        return (of_row(tl.sum(first, 0)),)
+
+
+@triton.jit
+def receive_statistics(mailbox, number, cols, eps, IS_CENTERED: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr):
+    """Of a row, from the means and M2 of its parts, of PART columns each but for the last; or from their sums of squares."""
+    first, second, lanes = messages(mailbox, number, SPLITS)
+    if IS_CENTERED:
+        count = tl.minimum(tl.maximum(cols - lanes * PART, 0), PART).to(tl.float32)
+        mean = tl.sum(count * first, 0) / cols
+        deviation = first - mean
+        weighted = count * deviation
+        squares = tl.sum(second + weighted * deviation, 0)
+        mean, squares = corrected(of_row(mean), of_row(squares), of_row(tl.sum(weighted, 0)), cols)
+        return mean, reciprocal_sqrt(mean_of(squares, cols) + eps)
+    else:
+        return (reciprocal_sqrt(mean_of(of_row(tl.sum(first, 0)), cols) + eps),)
+
+
+@triton.jit
+def begin_forward(
+    row, operands, columns, mailbox, number, strides, sizes, rows, cols,
+    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, IS_CENTERED: tl.constexpr, RECOMPUTES: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Loads a part of a row and sends its mean and M2, or its sum of squares."""
+    FULL_CHUNKS: tl.constexpr = CHUNKS if IS_EXACT else 0
+    PART: tl.constexpr = BLOCK_COLS * CHUNKS
+    row_offsets = row + tl.arange(0, 1)
+    values, places = load_rows(
+        tl.program_id(1) * CHUNKS, row_offsets, rows_mask(row_offsets, rows), row_offsets, operands, strides, sizes, cols,
+        LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS,
+    )  # fmt: skip
+    c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
+    if IS_CENTERED:
+        count = tl.minimum(tl.maximum(cols - tl.program_id(1) * PART, 1), PART)  # a part may be empty
+        mean = row_mean(c, places, count, True, CHUNKS, False)
+        if RECOMPUTES:
+            c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
+        off, squares = row_deviations(c, mean, places, CHUNKS)
+        send(corrected(mean, tl.sum(squares, 1), tl.sum(off, 1), count), mailbox, number, SPLITS, True)
+    else:
+        send((row_total(c, places, False, CHUNKS),), mailbox, number, SPLITS, False)
+
+
+@triton.jit
+def finish_forward(
+    row, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, eps,
+    LOAD_ROWS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr, IS_CENTERED: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Receives the statistics of a row and writes its results."""
+    row_offsets = row + tl.arange(0, 1)
+    row_mask = rows_mask(row_offsets, rows)
+    statistics = receive_statistics(mailbox, number, cols, eps, IS_CENTERED, BLOCK_COLS * CHUNKS, SPLITS)
+    store_statistics(statistic_ptrs, statistics, row_offsets, row_mask & (tl.program_id(1) == 0), IS_CENTERED)
+    for chunk in tl.static_range(CHUNKS):
+        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
+        mask = row_mask[:, None] & col_mask[None, :]
+        place = (row_offsets, col_offsets, cols, mask)
+        values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
+        c = PROLOGUE(values, columns[chunk], place)
+        results = EPILOGUE(normalize(c, statistics, IS_CENTERED), c, values, columns[chunk], place)
+        STORE(outputs, results, strides, sizes, row_offsets, col_offsets, mask)
+
+
+@triton.jit
+def team_forward_kernel(
+    operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, RECOMPUTES: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    columns = load_columns(
+        tl.program_id(1) * CHUNKS,
+        operands,
+        strides,
+        sizes,
+        cols,
+        LOAD_COLUMNS,
+        BLOCK_COLS,
+        CHUNKS,
+        CHUNKS if IS_EXACT else 0,
+    )
+    number = last_message(mailbox, SPLITS) + 1
+    begin_forward(
+        row, operands, columns, mailbox, number, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE, IS_CENTERED,
+        RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+    )  # fmt: skip
+    for next_row in tl.range(row + programs, rows, programs, num_stages=STAGES):
+        begin_forward(
+            next_row, operands, columns, mailbox, number + 1, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE,
+            IS_CENTERED, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        )  # fmt: skip
+        finish_forward(
+            next_row - programs, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
+            eps, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        )  # fmt: skip
+        number += 1
+    row += (
+        (rows - 1 - row) // programs * programs
+    )  # not carried through the loop, whose loads would not be pipelined then
+    finish_forward(
+        row, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, eps,
+        LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+    )  # fmt: skip
 
 
 @triton.jit

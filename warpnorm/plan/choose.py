@@ -17,6 +17,7 @@ from warpnorm.problem import (
     ForwardProblem,
     Operand,
     Problem,
+    is_varying,
     operand_name,
 )
 from warpnorm.space import Space
@@ -32,6 +33,8 @@ STAGE_BYTES = 16 * 1024
 TEAM_COLS = 4096
 TEAMS_A_UNIT = 2
 LARGEST_TEAM = 64
+# Bytes of a row that one program of a team has in forward
+TEAM_BYTES = 16 * 1024
 # Programs that share the columns of a line, of pattern `column`; columns of a row of a norm by channel up to which backward
 # holds it in registers, where it lies in one piece. Neither is measured
 LARGEST_PARTS = 1024
@@ -60,6 +63,8 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     is_light = all(node.operator in LIGHT for node in problem.prologue.nodes)
     if is_light and (is_long or problem.width > 8192) and _can_lie_in_registers(problem, device):
         return _wide_forward(problem, device)
+    if is_long and is_light and (team := _team_forward(problem, device)):
+        return team
     if is_long:
         # Columns a block at 32k: LayerNorm 71 with 4096, 51 with 8192; RMSNorm, with one walk's arithmetic less, 70 and 85.
         # At 50257, where elements are moved alone, 35 and 39 with 16 warps
@@ -87,15 +92,17 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
         warps = 4  # LayerNorm 99, and 95 with 8
     elif is_half and cols in (2048, 4096) and not is_light:
         warps = cols // 512  # silu(x) * r -> LayerNorm at 2048: 100, and 90 with 2; gelu(x + b) -> RMSNorm 94 and 90
-    if is_half and cols == 16384 and problem.norm.is_centered and len(problem.tiles) > 1 and problem.has_vectors:
-        # The reductions of a centred norm leave a lone program idle: keep the next rows in flight. silu(x) * r -> LayerNorm:
-        # 92, 91 with 8 warps, and 76 with one program a row
-        stages = _stages(device, 1, _loaded_bytes(problem.operands, cols), IN_FLIGHT_BYTES * len(problem.tiles))
+    if is_half and cols == 16384 and problem.has_vectors and not is_light:
+        # The reductions leave a lone program idle: keep the next rows in flight. silu(x) * r -> LayerNorm: 92, 91 with 8
+        # warps, and 76 with one program a row; gelu(x + b) -> RMSNorm 84 and 76
+        stages = _stages(device, 1, _loaded_bytes(problem.operands, cols), IN_FLIGHT_BYTES * len(problem.varying))
         why = f"persistent: {stages - 1} rows in flight while one is reduced"
         return Plan(ROW, 1, block_cols, warps, device.units, chunks=chunks, stages=stages, why=why)
     # Where weight and bias wait for the statistic, more programs fit: LayerNorm at 3072: 99, 95 otherwise, at 8192: 99 and
     # 94; at 4096: 98 and 100, and of 128 x 1024 1.9 microseconds and 2.1. RMSNorm is as fast either way
     is_late = (_epilogue_columns(problem) > 1 or not is_light) and (chunks > 1 or cols >= 8192) and cols > 1024
+    # gelu(x + b) -> RMSNorm at 1024 and 4096: 90 and 88, 87 and 86 otherwise
+    is_late = is_late or (is_half and not is_light and not problem.norm.is_centered and problem.has_vectors)
     # Where elements are moved alone, LayerNorm at 8191: 80, and 63 with c in registers; RMSNorm 84 and 82
     recomputes = is_light and is_half and cols == 8192 and not problem.has_vectors
     why = "a program for each row: its loads are enough to hide their latency"
@@ -106,7 +113,7 @@ def _can_lie_in_registers(problem: ForwardProblem, device: Device) -> bool:
     """Whether a row fits there as it lies in memory, of elements that are widened each time they are read."""
     if device.backend == "hip" or not problem.has_vectors or problem.norm.is_by_channel or _words(problem) > 1:
         return False
-    return _loaded_bytes(problem.tiles, problem.width) // 4 <= device.registers_per_unit // 2
+    return _loaded_bytes(problem.varying, problem.width) // 4 <= device.registers_per_unit // 2
 
 
 def _wide_forward(problem: ForwardProblem, device: Device) -> Plan:
@@ -120,6 +127,28 @@ def _wide_forward(problem: ForwardProblem, device: Device) -> Plan:
         block_cols //= 2
     why = "a row lies in registers as it does in memory, and is widened each time it is read"
     return Plan(ROW, 1, block_cols, warps, chunks=problem.width // block_cols, late=True, recomputes=True, why=why)
+
+
+def _team_forward(problem: ForwardProblem, device: Device) -> Plan | None:
+    """Programs that share a row, each with 16 KB of it. Every element is computed twice: silu(x) * r -> LayerNorm at 32768
+    is walked by one program, 61, and 52 by a team."""
+    part = TEAM_BYTES // _itemsize(problem)
+    splits = -(-problem.width // part)
+    # LayerNorm and RMSNorm at 131072: 76 and 83, at 262144: 75 and 83, walked by one program 59 and 61, 54 and 56; with the
+    # part held in registers from its first visit to the second 61 and 82. fp32 at 65536: 88 and 91, walked 63 and 68
+    per_unit = 3 if problem.norm.is_centered and _itemsize(problem) > 2 else 2
+    warps = 4 if problem.norm.is_centered and _itemsize(problem) <= 2 else 8
+    stages = min(3, _stages(device, per_unit, 2 * _loaded_bytes(problem.operands, part), IN_FLIGHT_BYTES * 4))
+    teams = device.units * per_unit // splits
+    if device.backend != "cuda" or device.is_interpreter or not problem.has_vectors or _words(problem) > 1:
+        return None
+    if not (2 <= splits <= LARGEST_TEAM and teams and stages > 1):
+        return None
+    chunks = part * _itemsize(problem) // (warps * device.warp_size * VECTOR_BYTES)
+    why = f"{splits} programs that run at the same time share a row and exchange its statistics"
+    return Plan(
+        TEAM, 1, part // chunks, warps, teams, splits, chunks, stages, recomputes=True, per_unit=per_unit, why=why
+    )  # fmt: skip
 
 
 def _blocks(problem: Problem) -> tuple[int, int]:
@@ -160,12 +189,26 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
     # xhat, its gradient and one accumulator for each sum over rows live at once, in half of the registers; beside them, in
     # their own dtype, the operands by which the prologue is differentiated
     width = block_cols * chunks
-    kept = [o for i, o in enumerate(problem.operands) if operand_name(i) in problem.prologue_vjp.used_inputs]
-    kept_words = _loaded_bytes(tuple(kept), width) // 4
+    kept = _kept(problem)
+    kept_words = _loaded_bytes(kept, width) // 4
     live = (2 + len(problem.accumulated)) * width * _words(problem) + kept_words
     # gelu(x + b) -> RMSNorm at 8192 is past the half by an eighth, and faster than in two halves; so is LayerNorm at 12288
     # by a quarter: 89, and 57 by a team
     most = 12 if chunks > 1 and not kept and problem.has_vectors else 9 if chunks > 1 or problem.has_vectors else 4
+    is_half = _itemsize(problem) <= 2 and problem.has_vectors
+    if (
+        kept
+        and cols == problem.width == 8192
+        and is_half
+        and device.backend == "cuda"
+        and not problem.norm.is_by_channel
+    ):
+        # In two blocks, for the want of registers. gelu(x + b) -> RMSNorm: 68, and 53 in one block with c kept;
+        # silu(x) * r -> LayerNorm: 81, 79 with 8 warps or in one block, 75 by two programs; RMSNorm * silu(z): 96, 98 and 75
+        why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
+        stages = min(3, _stages(device, 1, _loaded_bytes(loads, cols), IN_FLIGHT_BYTES * 3 // 2))
+        warps = 8 if len(problem.varying) == 1 else 16
+        return Plan(ROW, 1, 4096, warps, device.units, chunks=2, stages=stages, recomputes=True, why=why)
     if live <= device.registers_per_unit * most // 16:
         return _row_backward(problem, device, loads, block_cols, chunks)
     if problem.norm.is_by_channel:  # the patterns below sum over rows, not along lines
@@ -176,21 +219,37 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
         stages = _stages(device, 1, _loaded_bytes(loads, cols), IN_FLIGHT_BYTES * 3 // 2)
         return Plan(ROW, 1, cols, 8, device.units, stages=stages, recomputes=True, why=why)
     many_sums = len(problem.accumulated) > 2
-    team_cols = TEAM_COLS // 2 if many_sums or _loaded_bytes(loads, 1) > 8 else TEAM_COLS
+    # Of two accumulators, or one and more to keep, in 16 bits: LayerNorm at 14336: 78, 64 with 4096 columns, at 16384: 80
+    # and 75, at 32768: 79 and 76; silu(x) * r -> LayerNorm at 16384: 74 and 71, gelu(x + b) -> RMSNorm 57 and 53,
+    # RMSNorm * silu(z) 83 and 79
+    has_two = len(problem.accumulated) == 2 or (len(problem.accumulated) == 1 and bool(kept))
+    is_narrow = has_two and _itemsize(problem) <= 2 and cols <= LARGEST_TEAM * TEAM_COLS // 2
+    team_cols = TEAM_COLS // 2 if many_sums or is_narrow or _loaded_bytes(loads, 1) > 8 else TEAM_COLS
+    teams_a_unit, team_warps = (2 * TEAMS_A_UNIT, 2) if is_narrow else (TEAMS_A_UNIT, 4)
     splits = (problem.width if problem.width % team_cols == 0 else cols) // team_cols
     # Every element is loaded twice
-    stages = min(_stages(device, TEAMS_A_UNIT, 2 * _loaded_bytes(loads, team_cols), IN_FLIGHT_BYTES * 4), 3)
-    if device.backend == "cuda" and 2 <= splits <= LARGEST_TEAM and stages > 1 and _can_exchange(problem):
+    stages = min(_stages(device, teams_a_unit, 2 * _loaded_bytes(loads, team_cols), IN_FLIGHT_BYTES * 4), 3)
+    teams = device.units * teams_a_unit // splits
+    if device.backend == "cuda" and 2 <= splits <= LARGEST_TEAM and stages > 1 and teams and _can_exchange(problem):
         # At 16384 and 65536: RMSNorm 86 and 85, LayerNorm 77 and 76, with a prologue to differentiate in chunks of 1024:
         # silu(x) * r -> LayerNorm 84 and 83, in chunks of 2048 79 and 76, of 4096 40 and 41, for the want of registers
         # fp32 at 16384: RMSNorm 92, LayerNorm 88, silu(x) * r -> LayerNorm 93, and 67 with 4096 columns for each program
-        chunks = team_cols // 1024 if kept or many_sums else 1
+        chunks = team_cols // (256 * team_warps) if kept or many_sums else 1
         why = f"{splits} programs that run at the same time share a row and exchange their sums"
-        teams = device.units * TEAMS_A_UNIT // splits
-        return Plan(TEAM, 1, team_cols // chunks, 4, teams, splits, chunks, stages, why=why)
+        return Plan(TEAM, 1, team_cols // chunks, team_warps, teams, splits, chunks, stages, why=why)
     # Two launches that read everything: 60 is what the bytes allow
     why = f"a row of up to {cols} columns and {len(problem.accumulated)} sums over rows do not fit in registers"
     return Plan(LONG_ROW, 1, 1024, 4, device.units * 4, stages=_walk_stages(loads, 1024, device), why=why)
+
+
+def _kept(problem: BackwardProblem) -> tuple[Operand, ...]:
+    """The operands by which the prologue is differentiated, and the epilogue, where they vary by row."""
+    prologue, epilogue = problem.prologue_vjp.used_inputs, problem.epilogue_vjp.used_inputs
+    return tuple(
+        o
+        for i, o in enumerate(problem.operands)
+        if operand_name(i) in prologue or (operand_name(i) in epilogue and o.axes in TILES)
+    )
 
 
 def _has_whole_rows(problem: Problem) -> bool:
@@ -238,6 +297,18 @@ def _row_backward(
         block_rows, warps = 1, min(cols * words // 512, 16)
     stage_bytes = _loaded_bytes(loads, block_rows * cols)
     tensors = max(1, stage_bytes // (block_rows * cols * itemsize))
+    if (
+        cols == 4096
+        and itemsize == 2
+        and problem.prologue_vjp.used_inputs[:-1]
+        and tensors == 2
+        and problem.has_vectors
+    ):
+        # gelu(x + b) -> RMSNorm: 79, 77 with 8 warps, 72 with two programs a unit
+        why = "persistent: sums over rows stay in registers; many warps for a long prologue"
+        return Plan(
+            ROW, 1, cols, 16, device.units, stages=_stages(device, 1, stage_bytes, IN_FLIGHT_BYTES * 2), why=why
+        )
     if cols == 4096 and itemsize == 2 and tensors == 2 and len(problem.accumulated) > 1 and problem.has_vectors:
         # Two accumulators keep one program busy while the other loads: LayerNorm 93, with one program 89; RMSNorm 90, 93
         why = "persistent: one program computes while another loads"
@@ -260,8 +331,7 @@ def _row_backward_by_blocks(
     words = width * _itemsize(problem) // 2
     per_unit = 8 if words <= 1024 else 4 if words <= 2560 else 2 if words <= 5120 else 1
     warps = min(max(problem.cols_class // 1024, 2), 16 if width == 16384 else 8)
-    read = problem.prologue_vjp.used_inputs
-    kept = sum(o.axes in TILES and operand_name(i) in read for i, o in enumerate(problem.operands))
+    kept = sum(o.axes in TILES for o in _kept(problem))
     if kept > 1 and warps == 8:
         warps, per_unit = 4, 2  # silu(x) * r -> LayerNorm at 5120: 96, and 70 where c is kept
     elif warps == 8 and per_unit == 2 and sum(o.axes in TILES for o in loads) > 2:
@@ -400,16 +470,19 @@ def _walk_stages(operands: tuple[Operand, ...], block_cols: int, device: Device)
 def _live_words(problem: ForwardProblem) -> float:
     """Registers for one element: c, what is loaded for it, and for the columns that the epilogue reads."""
     read = problem.epilogue.used_inputs
-    columns = [o for i, o in enumerate(problem.operands) if o.axes == COLUMN and operand_name(i) in read]
-    return _words(problem) + sum(o.dtype.itemsize for o in (*problem.tiles, *columns)) / 4
+    varying = problem.varying
+    columns = [
+        o for i, o in enumerate(problem.operands) if o.axes == COLUMN and o not in varying and operand_name(i) in read
+    ]
+    return _words(problem) + sum(o.dtype.itemsize for o in (*varying, *columns)) / 4
 
 
 def _loaded_bytes(operands: tuple[Operand, ...], elements: int) -> int:
-    return sum(operand.dtype.itemsize for operand in operands if operand.axes in TILES) * elements
+    return sum(operand.dtype.itemsize for operand in operands if is_varying(operand)) * elements
 
 
 def _itemsize(problem: Problem) -> int:
-    return max((operand.dtype.itemsize for operand in problem.tiles), default=4)
+    return max((operand.dtype.itemsize for operand in problem.varying), default=4)
 
 
 def _words(problem: Problem) -> int:

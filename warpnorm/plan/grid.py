@@ -29,7 +29,7 @@ class Sum(NamedTuple):
 
 def forward(plan: Plan, space: Space) -> tuple[int, int]:
     blocks = -(-space.rows // plan.block_rows)
-    return min(blocks, plan.programs or blocks), 1
+    return min(blocks, plan.programs or blocks), plan.splits
 
 
 def backward(plan: Plan, space: Space) -> tuple[int, int]:

@@ -26,6 +26,8 @@ class Plan:
     `late`: what the epilogue reads of columns is loaded when the statistic is known: fewer registers, but a lone row waits
     for it (`row`, forward, a program for each block of rows).
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
+    `per_unit`: so many programs of a team must fit on a multiprocessor, if not 0: they have no more registers than that
+    leaves (`team`, forward).
     `why`: what the choice followed from; it makes no difference between plans."""
 
     pattern: str
@@ -42,6 +44,7 @@ class Plan:
     streams: bool = False
     late: bool = False
     recomputes: bool = False
+    per_unit: int = 0
     why: str = field(default="", compare=False)
 
     @property

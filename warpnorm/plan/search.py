@@ -61,13 +61,17 @@ def _walks(cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:
 
 def _teams(chosen: Plan, device: Device) -> Iterator[Plan]:
     width = chosen.block_cols * chosen.chunks * chosen.splits
-    for splits, chunks in product((chosen.splits // 2, chosen.splits, chosen.splits * 2), (1, 2, 4)):
+    for splits, chunks in product((chosen.splits // 2, chosen.splits, chosen.splits * 2), (1, 2, 4, 8)):
         block_cols = width // max(splits * chunks, 1)
         if splits < 2 or not 512 <= block_cols <= 4096:
             continue
-        for warps, a_unit, stages in product((4, 8), (1, 2), (2, 3)):
+        for warps, a_unit, stages in product((2, 4, 8), (1, 2, 3, 4), (2, 3)):
             if teams := device.units * a_unit // splits:
-                yield Plan(TEAM, 1, block_cols, warps, teams, splits, chunks, stages, why="tried")
+                per_unit = a_unit if chosen.per_unit else 0
+                yield replace(
+                    chosen, block_cols=block_cols, warps=warps, programs=teams, splits=splits, chunks=chunks, stages=stages,
+                    per_unit=per_unit, why="tried",
+                )  # fmt: skip
 
 
 def _columns(chosen: Plan) -> Iterator[Plan]:

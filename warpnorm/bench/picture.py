@@ -97,6 +97,7 @@ def _panel(axis: Any, title: str, rows: Mapping[int, Row], libraries: tuple[str,
     axis.grid(axis="y", color=RULE, linewidth=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(length=0, labelsize=10)
+    axis.tick_params(axis="x", labelsize=min(10, 110 / max(len(rows), 1)))  # so that they do not touch
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 

@@ -127,11 +127,12 @@ class Fused:
         for effect in prepared.captured.effects:
             if running is None or not isinstance(effect, fusion.Average):
                 apply_effect(effect, call, outputs, request.tensors)
-        if prepared.order is not None and not any(output.requires_grad for output in outputs):
+        if prepared.order is not None:
             plain = [request.tensors[i] for i in prepared.order]
             if all(a is b for a, b in zip(operands, plain, strict=True)):
                 is_tuple = prepared.captured.tree != LEAF
-                repeat.offer_fused(prepared, call, plain, outputs[: len(call.outputs)], is_tuple)
+                like = [output.detach() for output in outputs[: len(call.outputs)]]
+                repeat.offer_fused(prepared, call, plain, like, is_tuple, _differentiable(prepared.captured))
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
 
@@ -306,6 +307,18 @@ def _leaf(leaf: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Te
     if isinstance(leaf, fusion.Output):
         return outputs[leaf.number]
     return leaf(tensors) if isinstance(leaf, fusion.Input) else leaf
+
+
+def _differentiable(captured: fusion.Captured) -> list[int]:
+    """The operands whose gradients need nothing but a backward: those that `arrange` leaves as they are in any case."""
+    call = captured.call
+    found = []
+    for k, axes in enumerate(call.axes):
+        if isinstance(axes, tuple) and k not in captured.unreached and not call.norm.is_by_channel:
+            rows, cols = axes[: len(axes) - call.col_dims], axes[len(axes) - call.col_dims :]
+            if len(set(rows)) <= 1 and len(set(cols)) <= 1:
+                found.append(k)
+    return found
 
 
 def _order(captured: fusion.Captured) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ what may change between two calls, settings, modes and gradients, is asked each 
 a fraction of the time once it is there; it is told here of the calls that it may take over."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -12,13 +13,7 @@ import torch
 from warpnorm import pipeline, settings
 from warpnorm.errors import InputError
 from warpnorm.launch import launcher
-from warpnorm.launch.autograd import (
-    NormalizationBackward,
-    RepeatedNormalization,
-    are_batched,
-    composite_gradients,
-    is_differentiated,
-)
+from warpnorm.launch.autograd import RepeatedNormalization, are_batched, gradients_of, is_differentiated
 from warpnorm.norms import LAYER_NORM, Norm
 from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View, address_of
 from warpnorm.reference import Affine, Itself
@@ -72,14 +67,19 @@ def _offer(found: "Repeat", key: tuple[Any, ...]) -> None:
     like = torch.empty(input.shape, dtype=input.dtype, device="meta")
     described = _described(found.launch, input, (like,), len(found.call.axes), False)
     if described is not None:
-        module.remember(key, *described, found)
+        module.remember(key, *described, tuple(range(found.count)), (1 << found.count) - 1, found, True)
 
 
 def offer_fused(
-    kind: Any, call: Call, operands: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], is_tuple: bool
+    kind: Any,
+    call: Call,
+    operands: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    is_tuple: bool,
+    differentiable: Sequence[int],
 ) -> None:
-    """A call of a fused function, of tensors that need no gradients: `kind` stands for all but the tensors' layouts. Returns
-    the outputs, in a tuple or the only one."""
+    """A call of a fused function: `kind` stands for all but the tensors' layouts. It returns the outputs, in a tuple or the
+    only one; gradients of other operands than the `differentiable` ones need more than is known here."""
     global _count
     key = (id(kind), settings.current(), tuple(map(View.of, operands)))
     if key in _offered or settings.is_interpreting() or call.norm.is_by_channel:
@@ -97,8 +97,34 @@ def offer_fused(
     views = (*key[2], *map(View.of, outputs))
     launch: Any = pipeline.prepare_forward(call, views, input.device, None)
     described = _described(launch, input, outputs, len(operands), is_tuple)
-    if described is not None:
-        module.remember((kind, None, (), *operands), *described, None)
+    if described is None:
+        return
+    repeat = saved = None
+    if differentiable and not call.detached and all(output.is_floating_point() for output in outputs):
+        repeat = FusedRepeat.of(call, operands)
+        saved = repeat.saved
+    mask = sum(1 << i for i in differentiable)
+    module.remember((kind, None, (), *operands), *described, saved or (), mask, repeat, False)
+
+
+@dataclass(frozen=True)
+class FusedRepeat:
+    """The backward of a fused call that was seen before. `call` is that of the tensors that are kept: `saved` are numbers of
+    operands, and from -1 down those of outputs; `kept` says of each whose gradient its own is, among `count` operands."""
+
+    call: Call
+    saved: tuple[int, ...]
+    kept: tuple[tuple[int, ...], ...] | None
+    count: int
+    flow: Any = pipeline
+
+    @staticmethod
+    def of(call: Call, operands: Sequence[torch.Tensor]) -> "FusedRepeat":
+        short = pipeline.shortcut(call, operands)
+        if short is None:
+            return FusedRepeat(call, tuple(range(len(operands))), None, len(operands))
+        kept = (short.summed, *((i,) for i in short.others))
+        return FusedRepeat(short.call, (-1 - short.output, *short.others), kept, len(operands))
 
 
 def _described(
@@ -156,23 +182,20 @@ def _set_up(module: Any) -> None:
 
 
 def _backward(
-    found: "Repeat",
+    found: "Repeat | FusedRepeat",
     operands: tuple[torch.Tensor, ...],
     statistics: tuple[torch.Tensor, ...],
-    grads: tuple[torch.Tensor, ...],
+    grads: tuple[torch.Tensor | None, ...],
     wanted: tuple[int, ...],
     handle: Any,
 ) -> tuple[torch.Tensor | None, ...]:
-    """What the compiled launcher leaves to Python. `handle` is how it would know the same launches again."""
-    by_operand: dict[int, Any]
-    if are_batched(grads):
-        by_operand = composite_gradients(found.call, operands, grads, wanted)
-    elif is_differentiated():
-        gradients = NormalizationBackward.apply(found, found.call, wanted, statistics, *grads, *operands)
-        by_operand = dict(zip(wanted, gradients, strict=True))
+    """What the compiled launcher leaves to Python, of the tensors that it has kept. `handle` is how it would know the same
+    launches again."""
+    if isinstance(found, Repeat) and not are_batched(grads) and not is_differentiated():
+        by_operand: dict[int, Any] = found.backward(found.call, operands, grads, statistics, wanted, handle)
     else:
-        by_operand = found.backward(found.call, operands, grads, statistics, wanted, handle)
-    return tuple([by_operand.get(i) for i in range(len(operands))])
+        by_operand = gradients_of(found.flow, found.call, operands, grads, statistics, wanted, found.kept)
+    return tuple([by_operand.get(i) for i in range(found.count)])
 
 
 def _is_large(norm: Norm, input: Any, shape: Any) -> bool:
@@ -273,6 +296,8 @@ class Repeat:
             return
         self.is_native = pipeline.is_native(input.device)
         self.place = _place(launch, input.device)
+        self.flow: Any = self
+        self.kept, self.count = None, len(operands)  # of a backward by Python
         self._backward: dict[Any, Any] = {}
         self.offered: Settings | None = None  # to the compiled launcher, under these
 

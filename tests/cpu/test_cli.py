@@ -271,7 +271,7 @@ def test_a_finished_run_is_not_measured_again(
     monkeypatch.setattr("warpnorm.bench.report._commit", lambda: "abc")
     path = tmp_path / "results.json"
     assert bench_with(path, "--dtype", "fp32") == 0
-    (first,) = json.loads(path.read_text())["results"]
+    first, *_ = json.loads(path.read_text())["results"]
     assert first["name"].startswith("rms_norm forward")
     first["measurements"][0]["ms"] = 12345.0
     path.write_text(json.dumps({**json.loads(path.read_text()), "results": [first]}))

@@ -348,22 +348,87 @@ FUSED = {
 
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_functions(name: str, quick: Quick, device: str) -> None:
-    """Without gradients; where more is to be done than a launch, Python does it."""
+    """With and without gradients; where more is to be done than a launch, Python does it."""
     function, kind = FUSED[name]
     fused = warpnorm.fuse(function)
-    for seed in range(3):
-        x, r, w = operands(6, device, seed)
-        r = r[:1].expand(6, COLS).contiguous() if r.ndim == 2 else torch.randn(6, COLS, device=device)
-        found = fused(x, r, w)
-        torch.testing.assert_close(found, function(x, r, w), rtol=1e-4, atol=1e-4)
-        assert kind is None or type(found) is kind
-    assert quick.found == (0 if kind is None else 2)
-    x.requires_grad_()
-    found = fused(x, r, w)
-    assert (found if isinstance(found, torch.Tensor) else found[0]).requires_grad
-    assert quick.found == (0 if kind is None else 2)
-    with torch.no_grad():
-        torch.testing.assert_close(fused(x[:4], r[:4], w), function(x[:4], r[:4], w), rtol=1e-4, atol=1e-4)
+    for needed in ((), (0, 1, 2), (2,), (0,), ()):
+        for seed in range(3):
+            x, w, r = (*operands(6, device, seed)[:2], torch.randn(6, COLS, device=device))
+            given = [o.requires_grad_(k in needed) for k, o in enumerate((x, r, w))]
+            found, expected = fused(*given), function(*given)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            assert kind is None or type(found) is kind
+            pairs = [_tensors(result) for result in (found, expected)]
+            wanted = [o for o in given if o.requires_grad]
+            if wanted:
+                grads = [torch.randn_like(o) for o in pairs[0] if o.requires_grad]
+                gradients = [
+                    torch.autograd.grad([o for o in some if o.requires_grad], wanted, grads, allow_unused=True)
+                    for some in pairs
+                ]
+                for a, b in zip(*gradients, strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert quick.found == (0 if kind is None else 14)
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def test_fused_gradients_of_some_outputs_and_twice(quick: Quick, device: str) -> None:
+    """One output has no gradient; gradients that are differentiated again; many at once; checkpoints."""
+
+    def block(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x + r
+        return F.rms_norm(h, (COLS,), w), h
+
+    fused = warpnorm.fuse(block)
+    x, w, r = (*operands(6, device)[:2], torch.randn(6, COLS, device=device))
+    given = [o.requires_grad_() for o in (x, r, w)]
+    grads = torch.randn(3, 6, COLS, device=device)
+    for _ in range(3):
+        for pick in ((0,), (1,), (0, 1)):
+            found, expected = ([function(*given)[i] for i in pick] for function in (fused, block))
+            first, second = (
+                torch.autograd.grad(some, given, [grads[i] for i in pick], create_graph=True, allow_unused=True)
+                for some in (found, expected)
+            )
+            for a, b in zip(first, second, strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+            if pick == (1,):  # whose gradient is the one that is given
+                continue
+            again = [torch.autograd.grad(some[0].square().sum(), given, allow_unused=True) for some in (first, second)]
+            for a, b in zip(*again, strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        many = [torch.autograd.grad(f(*given)[0], given, grads, is_grads_batched=True) for f in (fused, block)]
+        for a, b in zip(*many, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        ends = [checkpoint(f, *given, use_reentrant=False) for f in (fused, block)]
+        some = [torch.autograd.grad(y.square().sum() + h.sum(), given) for y, h in ends]
+        for a, b in zip(*some, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+    assert quick.found > 10
+
+
+def test_fused_operands_that_need_more_for_their_gradient(quick: Quick, device: str) -> None:
+    """A scale for each sample, whose gradient is a sum over rows, and an operand that no gradient reaches."""
+    fused = warpnorm.fuse(lambda x, s, c: F.rms_norm(x, (COLS,)) * (1 + s) + c.detach())
+    x, c = (torch.randn(4, 3, COLS, device=device) for _ in range(2))
+    s = torch.randn(4, 1, COLS, device=device)
+    for needs_grad in (False, True, False):
+        for _ in range(3):
+            given = [o.detach().clone().requires_grad_(needs_grad) for o in (x, s, c)]
+            found, expected = fused(*given), fused.__wrapped__(*given)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+            if needs_grad:
+                gradients = [torch.autograd.grad(o.sum(), given, allow_unused=True) for o in (found, expected)]
+                assert gradients[0][2] is None
+                for a, b in zip(gradients[0][:2], gradients[1][:2], strict=True):
+                    torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
 
 
 def test_fused_closures_and_constants(quick: Quick, device: str) -> None:

@@ -185,7 +185,7 @@ class BenchCase:
 
 
 def _rows(elements: int, cols: int, dtype: torch.dtype) -> tuple[int, int]:
-    return elements * 2 // dtype.itemsize // cols, cols
+    return max(elements * 2 // dtype.itemsize // cols, 1), cols
 
 
 WIDTHS = (

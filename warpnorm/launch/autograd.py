@@ -62,17 +62,9 @@ class Normalization(torch.autograd.Function):
             return (None,) * (3 + ctx.count)
         saved = ctx.saved_tensors  # once: each read unpacks anew, which checkpointing refuses
         operands, statistics = _with_numbers(saved[:count], ctx.numbers), saved[count:]
-        needed = [tuple(i for i in which if ctx.needs_input_grad[3 + i]) for which in ctx.kept]
-        wanted = tuple(k for k, which in enumerate(needed) if which)
-        if are_batched(grad_outputs):
-            found = composite_gradients(ctx.call, operands, grad_outputs, wanted)
-        elif is_differentiated():
-            gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grad_outputs, *operands)
-            found = dict(zip(wanted, gradients, strict=True))
-        else:
-            found = ctx.flow.backward(ctx.call, operands, grad_outputs, statistics, wanted)
-        by_operand = {i: found.get(k) for k, which in enumerate(needed) for i in which}
-        return (None, None, None, *(by_operand.get(i) for i in range(ctx.count)))
+        wanted = tuple([i for i in range(ctx.count) if ctx.needs_input_grad[3 + i]])
+        found = gradients_of(ctx.flow, ctx.call, operands, grad_outputs, statistics, wanted, ctx.kept)
+        return (None, None, None, *(found.get(i) for i in range(ctx.count)))
 
 
 class RepeatedNormalization(torch.autograd.Function):
@@ -91,13 +83,7 @@ class RepeatedNormalization(torch.autograd.Function):
         count = len(ctx.call.axes)
         operands, statistics = saved[:count], saved[count:]
         wanted = tuple([i for i in range(count) if ctx.needs_input_grad[2 + i]])
-        if are_batched(grads):
-            found = composite_gradients(ctx.call, operands, grads, wanted)
-        elif is_differentiated():
-            gradients = NormalizationBackward.apply(ctx.flow, ctx.call, wanted, statistics, *grads, *operands)
-            found = dict(zip(wanted, gradients, strict=True))
-        else:
-            found = ctx.flow.backward(ctx.call, operands, grads, statistics, wanted)
+        found = gradients_of(ctx.flow, ctx.call, operands, grads, statistics, wanted)
         return (None, None, *[found.get(i) for i in range(count)])
 
 
@@ -156,6 +142,30 @@ class NormalizationBackward(torch.autograd.Function):
                 )
         found = dict(zip(needed, second, strict=True))
         return tuple(found.get(i) for i in range(len(ctx.needs_input_grad)))
+
+
+def gradients_of(
+    flow: Flow,
+    call: Call,
+    operands: Sequence[Any],
+    grad_outputs: Sequence[torch.Tensor | None],
+    statistics: Sequence[torch.Tensor],
+    wanted: tuple[int, ...],
+    kept: Sequence[tuple[int, ...]] | None = None,
+) -> dict[int, torch.Tensor | None]:
+    """Those that are wanted, by the numbers of the user's operands. `kept` says for each operand of this call whose gradient
+    its own is, where they are not the same."""
+    needed = [tuple(i for i in which if i in wanted) for which in kept] if kept is not None else None
+    mine = wanted if needed is None else tuple(k for k, which in enumerate(needed) if which)
+    found: dict[int, Any]
+    if are_batched(grad_outputs):
+        found = composite_gradients(call, operands, grad_outputs, mine)
+    elif is_differentiated():
+        gradients = NormalizationBackward.apply(flow, call, mine, tuple(statistics), *grad_outputs, *operands)
+        found = dict(zip(mine, gradients, strict=True))
+    else:
+        found = dict(flow.backward(call, operands, grad_outputs, statistics, mine))
+    return found if needed is None else {i: found.get(k) for k, which in enumerate(needed) for i in which}
 
 
 def are_batched(grads: Sequence[torch.Tensor | None]) -> bool:

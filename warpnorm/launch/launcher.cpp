@@ -167,7 +167,10 @@ struct Entry {
   int64_t statistics = 0, rows = 0;
   at::ScalarType compute = at::kFloat;
   Launch forward;
-  PyObject* repeat = nullptr;                  // Python's: what runs all that is not plain; none if that is all gradients
+  PyObject* repeat = nullptr;                  // Python's: what runs backward where that is not plain; or None
+  std::vector<int64_t> saved;                  // what is kept for backward: operands, or from -1 down outputs
+  int64_t differentiable = 0;                  // bits: operands whose gradients that gives
+  bool is_alone = false;                       // a norm, without more: backward may be remembered too
   std::unordered_map<Key, Backward, Hash> backward;
 };
 
@@ -284,7 +287,8 @@ variable_list backward_by_python(
     const Entry& entry, const variable_list& saved, size_t count, const variable_list& grads,
     const std::vector<int64_t>& wanted, const Key& key) {
   const auto all = at::ArrayRef<at::Tensor>(saved);
-  auto operands = wrapped(all.slice(0, count)), statistics = wrapped(all.slice(count)), given = wrapped(grads);
+  const auto kept = entry.saved.size();
+  auto operands = wrapped(all.slice(0, kept)), statistics = wrapped(all.slice(kept)), given = wrapped(grads);
   THPObjectPtr indices(PyTuple_New(static_cast<Py_ssize_t>(wanted.size())));
   for (size_t i = 0; i < wanted.size(); i++) PyTuple_SET_ITEM(indices.get(), i, PyLong_FromLongLong(wanted[i]));
   THPObjectPtr handle(PyTuple_Pack(
@@ -326,25 +330,26 @@ variable_list run_backward(
 struct Normalization : torch::autograd::Function<Normalization> {
   static variable_list forward(AutogradContext* context, const Run& run, at::TensorList operands) {
     const auto& entry = *run.entry;
-    variable_list saved(operands.begin(), operands.end());
     std::vector<at::Tensor> statistics;
-    for (int64_t i = 0; i < entry.statistics; i++) {
+    for (int64_t i = 0; i < entry.statistics; i++)
       statistics.push_back(empty({entry.rows}, entry.compute, operands[0]));
-      saved.push_back(statistics.back());
-    }
     auto outputs = run_forward(run, operands, statistics);
+    variable_list saved;
+    for (const auto i : entry.saved) saved.push_back(i < 0 ? outputs[-1 - i] : operands[i]);
+    saved.insert(saved.end(), statistics.begin(), statistics.end());
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
     context->saved_data["entry"] = reinterpret_cast<int64_t>(run.entry);
+    context->saved_data["operands"] = static_cast<int64_t>(operands.size());
     return outputs;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& grads) {
     auto& entry = *reinterpret_cast<Entry*>(context->saved_data["entry"].toInt());
-    const auto saved = context->get_saved_variables();
-    const auto count = saved.size() - entry.statistics;
+    const auto count = static_cast<size_t>(context->saved_data["operands"].toInt());
     variable_list found(count);
-    if (grads[0].defined()) {
+    if (std::any_of(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); })) {
+      const auto saved = context->get_saved_variables();
       std::vector<int64_t> wanted;
       for (size_t i = 0; i < count; i++)
         if (context->needs_input_grad(i)) wanted.push_back(static_cast<int64_t>(i));
@@ -361,7 +366,7 @@ struct Normalization : torch::autograd::Function<Normalization> {
     Key key;
     const Backward* backward = nullptr;
     std::optional<void*> stream;
-    if (!c10::GradMode::is_enabled() && is_plain()) {
+    if (entry.is_alone && !c10::GradMode::is_enabled() && is_plain()) {
       int64_t mask = 0;
       for (const auto i : wanted) mask |= int64_t{1} << i;
       key.add(mask);
@@ -440,10 +445,11 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto stream = stream_of(operands[0]);
   if (!stream.has_value()) Py_RETURN_NONE;
   run.stream = *stream;
-  bool needs_grad = false;
+  int64_t needed = 0;
   if (records_gradients())
-    for (const auto& t : operands) needs_grad |= t.requires_grad();
-  if (needs_grad && run.entry->repeat == Py_None) Py_RETURN_NONE;
+    for (size_t i = 0; i < operands.size(); i++) needed |= static_cast<int64_t>(operands[i].requires_grad()) << i;
+  const bool needs_grad = needed != 0;
+  if (needs_grad && (run.entry->repeat == Py_None || (needed & ~run.entry->differentiable) != 0)) Py_RETURN_NONE;
   variable_list outputs;
   {
     pybind11::gil_scoped_release no_gil;
@@ -494,15 +500,17 @@ bool read_numbers(PyObject* given, std::vector<int64_t>& numbers) {
   return !PyErr_Occurred();
 }
 
-/* ((kind, eps, shape, *operands), tensors like the outputs, whether a tuple of them is returned, scratch, rows, launch,
-   repeat): whether the call is found from now on. */
+/* ((kind, eps, shape, *operands), tensors like the outputs, whether a tuple of them is returned, scratch, rows, launch, what
+   is kept for backward, bits of the operands that it is for, repeat, whether it is of a norm alone): whether the call is found
+   from now on. */
 PyObject* remember(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *given, *outputs, *scratch, *launch, *repeat;
-  long long rows;
-  int is_tuple;
-  if (!PyArg_ParseTuple(args, "O!O!pO!LO!O", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple, &PyTuple_Type,
-                        &scratch, &rows, &PyTuple_Type, &launch, &repeat))
+  PyObject *given, *outputs, *scratch, *launch, *saved, *repeat;
+  long long rows, differentiable;
+  int is_tuple, is_alone;
+  if (!PyArg_ParseTuple(args, "O!O!pO!LO!O!LOp", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple, &PyTuple_Type,
+                        &scratch, &rows, &PyTuple_Type, &launch, &PyTuple_Type, &saved, &differentiable, &repeat,
+                        &is_alone))
     return nullptr;
   Key key;
   variable_list operands;
@@ -517,6 +525,9 @@ PyObject* remember(PyObject*, PyObject* args) {
     entry->outputs.push_back({like.sizes().vec(), like.scalar_type()});
   }
   entry->is_tuple = is_tuple != 0;
+  if (!read_numbers(saved, entry->saved)) return nullptr;
+  entry->differentiable = differentiable;
+  entry->is_alone = is_alone != 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(scratch); i++)
     entry->scratch.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(scratch, i)));
   entry->statistics = static_cast<int64_t>(entry->scratch.size());

@@ -110,7 +110,7 @@ class Fused:
             return self.__wrapped__(*given, **kwargs)
         prepared = self.prepare(request)
         if prepared.order is not None and repeat.quick is not None:
-            found = repeat.quick(prepared, None, (), *[request.tensors[i] for i in prepared.order])
+            found = repeat.quick(prepared.captured, None, (), *[request.tensors[i] for i in prepared.order])
             if found is not None:
                 return found
         is_large = is_large_call(prepared.captured.call, request.tensors)
@@ -132,7 +132,7 @@ class Fused:
             if all(a is b for a, b in zip(operands, plain, strict=True)):
                 is_tuple = prepared.captured.tree != LEAF
                 like = [output.detach() for output in outputs[: len(call.outputs)]]
-                repeat.offer_fused(prepared, call, plain, like, is_tuple, _differentiable(prepared.captured))
+                repeat.offer_fused(prepared.captured, call, plain, like, is_tuple, _differentiable(prepared.captured))
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
 
@@ -233,7 +233,8 @@ def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, 
     device = leader(tensors).device
     operands: list[Any] = [i(tensors) for i in prepared.inputs]
     for k in prepared.captured.unreached:  # which get no gradient, not zeros
-        operands[k] = operands[k].detach()
+        if operands[k].requires_grad:
+            operands[k] = operands[k].detach()
     axes: list[Any] = list(call.axes)
     groups: tuple[bool, ...] | None = None
     shape: Any = None

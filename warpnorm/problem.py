@@ -26,6 +26,7 @@ BY_ROW = (FULL, GROUP, ROW, GROUP_SCALAR)  # not the same for all rows
 ALONG = (ROW, GROUP_SCALAR)  # of these, the same for all columns
 
 VECTOR_BYTES = 16  # the widest load or store of one thread
+LOWEST_ADDRESS = 1 << 40
 LARGEST_CLASS = 1 << 30  # column counts above it need 64-bit column offsets
 
 
@@ -159,11 +160,15 @@ class Running(NamedTuple):
 
 
 def address_of(tensor: torch.Tensor) -> int:
+    """Of a storage that was freed it is the offset from nothing; no memory lies so low."""
     address = tensor.data_ptr()
-    if address == 0 and tensor.numel() > 0 and not tensor.is_meta:
-        raise InputError(
-            f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was freed, as that of sharded parameters"
-        )
+    if address < LOWEST_ADDRESS and address == tensor.storage_offset() * tensor.element_size():
+        is_freed = tensor.numel() > 0 and not tensor.is_meta and tensor.untyped_storage().data_ptr() == 0
+        if is_freed:
+            shape = tuple(tensor.shape)
+            raise InputError(
+                f"a tensor of shape {shape} has no memory: its storage was freed, as of sharded parameters"
+            )
     return address
 
 

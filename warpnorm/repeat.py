@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._device import DeviceContext
 
 from warpnorm import pipeline, settings
 from warpnorm.errors import InputError
@@ -67,7 +68,7 @@ def _offer(found: "Repeat", key: tuple[Any, ...]) -> None:
     like = torch.empty(input.shape, dtype=input.dtype, device="meta")
     described = _described(found.launch, input, (like,), len(found.call.axes), False)
     if described is not None:
-        module.remember(key, *described, tuple(range(found.count)), (1 << found.count) - 1, found, True)
+        module.remember(key, *described, tuple(range(found.count)), (1 << found.count) - 1, found, found.launch, True)
 
 
 def offer_fused(
@@ -104,7 +105,7 @@ def offer_fused(
         repeat = FusedRepeat.of(call, operands)
         saved = repeat.saved
     mask = sum(1 << i for i in differentiable)
-    module.remember((kind, None, (), *operands), *described, saved or (), mask, repeat, False)
+    module.remember((kind, None, (), *operands), *described, saved or (), mask, repeat, launch, False)
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ def _set_up(module: Any) -> None:
 
         hooks = triton.knobs.runtime
     stream = torch._C._cuda_getCurrentRawStream if is_cuda else None
-    module.set_up(torch.nn.Parameter, vars(settings), stream, hooks, _backward)
+    module.set_up(torch.nn.Parameter, DeviceContext, vars(settings), stream, hooks, _backward)
     quick = module.call
 
 

@@ -30,14 +30,21 @@ class Settings:
 
 
 _current: Settings | None = None
+_known: dict[
+    Settings, Settings
+] = {}  # equal ones are the same object, which is how calls that were seen before know them
 _is_interpreting: bool | None = None
 
 
 def current() -> Settings:
     global _current
     if _current is None:
-        _current = _read()
+        _current = _same(_read())
     return _current
+
+
+def _same(settings: Settings) -> Settings:
+    return _known.setdefault(settings, settings)
 
 
 def _read() -> Settings:
@@ -76,7 +83,7 @@ def override(**changes: Any) -> Iterator[Settings]:
         raise SettingError(f"route is {changes['route']!r}, but must be one of {', '.join(ROUTES)}")
     if changes.get("launcher", "auto") not in LAUNCHERS:
         raise SettingError(f"launcher is {changes['launcher']!r}, but must be one of {', '.join(LAUNCHERS)}")
-    _current = replace(before, **changes)
+    _current = _same(replace(before, **changes))
     try:
         yield _current
     finally:

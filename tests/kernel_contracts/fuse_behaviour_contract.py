@@ -334,3 +334,16 @@ def test_fused_results_of_which_some_have_a_gradient(used: tuple[int, ...], devi
         lambda *o: tuple(around(*o)[k] for k in used),
         lambda seed: [drawn((3, COLS), seed + k, torch.float32, device) for k in (0, 50)],
     )
+
+
+def test_fused_reshape_of_any_strides(device: str) -> None:
+    """A copy where there is no such view, as of PyTorch."""
+    fused = warpnorm.fuse(lambda x: rms(x.reshape(-1, x.shape[-1]) * 2.0))
+    x = drawn((4, 6, 40), 0, torch.float32, device)
+    for strided in (x, x.transpose(0, 1), x[:, ::2], x):
+        given = strided.detach().requires_grad_()
+        found, expected = fused(given), fused.__wrapped__(given)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        grad = torch.ones_like(found)
+        for a, b in zip(*(torch.autograd.grad(o, given, grad) for o in (found, expected)), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

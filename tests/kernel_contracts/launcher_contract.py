@@ -1,5 +1,6 @@
 """Contract: the compiled launcher runs a call that was seen before where it is plain, and leaves every other to Python."""
 
+import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import warpnorm
-from kernel_contracts.repeat_contract import COLS, operands
-from warpnorm import repeat, settings
+from kernel_contracts.repeat_contract import COLS, FRESH, operands
+from warpnorm import pipeline, repeat, settings
+from warpnorm.errors import InputError, InputTypeError
 from warpnorm.launch import launcher
 
 if not launcher.compiler() or settings.is_interpreting():
@@ -35,7 +37,7 @@ class Quick:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[Quick]:
     repeat._seen.clear()
-    with settings.override(launcher="compiled"):
+    with settings.override(launcher="compiled", keep_bytes=next(FRESH)):
         counted = Quick(launcher.find(repeat._set_up, 0))
         monkeypatch.setattr(repeat, "quick", counted)
         yield counted
@@ -315,15 +317,19 @@ def test_forward_gradients_of_backward(quick: Quick, device: str) -> None:
     assert quick.found == before
 
 
-def test_backward_of_freed_operands_is_refused(quick: Quick, device: str) -> None:
+@pytest.mark.parametrize("first", [0, 4])
+def test_freed_operands_are_refused(first: int, quick: Quick, device: str) -> None:
+    """Also where a tensor begins within what was freed."""
     x, w, b = (o.requires_grad_() for o in operands(6, device))
     for _ in range(5):
         warpnorm.layer_norm(x, (COLS,), w, b).sum().backward()
-    hidden = x.detach().clone().requires_grad_()
+    hidden = torch.randn(6 + first, COLS, device=device)[first:].requires_grad_()
     output = warpnorm.layer_norm(hidden, (COLS,), w, b)
     hidden.untyped_storage().resize_(0)
     with pytest.raises(RuntimeError, match="no memory"):
         torch.autograd.grad(output, w, torch.ones_like(output))
+    with pytest.raises(RuntimeError, match="no memory"):
+        warpnorm.layer_norm(hidden, (COLS,), w, b)
     torch.testing.assert_close(seen(x, w, b), F.layer_norm(x, (COLS,), w, b))
 
 
@@ -443,3 +449,65 @@ def test_fused_closures_and_constants(quick: Quick, device: str) -> None:
     for _ in range(4):
         w.mul_(1.5)
         torch.testing.assert_close(gain(x), F.rms_norm(x, (COLS,), w))
+
+
+def test_launches_outlive_the_caches(quick: Quick, device: str) -> None:
+    fused = warpnorm.fuse(lambda x, r, w: F.layer_norm(x + r, (COLS,), w))
+    x, w, r = (*operands(6, device)[:2], torch.randn(6, COLS, device=device))
+    expected = F.layer_norm(x + r, (COLS,), w)
+    for _ in range(3):
+        fused(x, r, w)
+    pipeline.prepare_forward.cache_clear()
+    gc.collect()
+    kept = [bytearray(64) for _ in range(10_000)] + [torch.randn(8) for _ in range(1000)]
+    before = quick.found
+    for _ in range(5):
+        torch.testing.assert_close(fused(x, r, w), expected, rtol=1e-4, atol=1e-4)
+    assert quick.found == before + 5
+    assert len(kept) == 11_000
+
+
+def test_no_operand_is_none(quick: Quick, device: str) -> None:
+    """A word of zeros is the smallest tensor's, not nobody's."""
+    x, w, _ = operands(6, device)
+    seen(x, w)
+    memory = torch.zeros(6 * COLS * 4 + 64, dtype=torch.uint8, device=device)
+    with pytest.raises((InputError, InputTypeError)):
+        warpnorm.layer_norm(x, (COLS,), w, memory[1])
+    assert not memory.any()
+
+
+def test_equal_settings_are_the_same(quick: Quick, device: str) -> None:
+    given = operands(6, device)
+    fused = warpnorm.fuse(lambda x, w: F.rms_norm(x * 2, (COLS,), w))
+    for _ in range(3):
+        with settings.override(cache_dir=settings.current().cache_dir):
+            seen(*given)
+            for _ in range(2):
+                fused(*given[:2])
+    assert quick.found == (1 + 1) + (3 + 2) + (3 + 2)
+
+
+def test_a_default_device_changes_nothing(quick: Quick, device: str) -> None:
+    given = operands(6, device)
+    seen(*given)
+    before = quick.found
+    with torch.device("meta"):
+        output = warpnorm.layer_norm(given[0], (COLS,), *given[1:])
+        with Seen() as mode:
+            warpnorm.layer_norm(given[0], (COLS,), *given[1:])
+    assert output.device.type == torch.device(device).type
+    assert "layer_norm" in mode.names
+    assert quick.found > before
+
+
+def test_masks_of_fused_functions(quick: Quick, device: str) -> None:
+    """Operands that no gradient reaches."""
+    fused = warpnorm.fuse(lambda x, m, w: F.rms_norm(torch.where(m, x, 0.0), (COLS,), w))
+    x, w, _ = operands(6, device)
+    mask = x > 0
+    for needs_grad in (False, True):
+        x.requires_grad_(needs_grad)
+        for _ in range(3):
+            torch.testing.assert_close(fused(x, mask, w), fused.__wrapped__(x, mask, w), rtol=1e-4, atol=1e-4)
+    assert quick.found == 5

@@ -1,6 +1,7 @@
 """Contract: a call that was seen before computes what the first one does, and takes the same way only where nothing that
 decides about it has changed."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from warpnorm.errors import InputError, InputTypeError
 from warpnorm.launch import launcher
 
 COLS = 1100  # on a CPU fewer are not worth native code
+FRESH = itertools.count(1 << 40)  # settings that nobody has had, under which nothing was seen
 
 
 def launchers() -> list[str]:
@@ -25,7 +27,7 @@ def by_launcher(request: pytest.FixtureRequest) -> Iterator[str]:
     """Nothing was seen so far."""
     repeat._seen.clear()
     repeat._scratch.clear()
-    with settings.override(launcher=request.param):
+    with settings.override(launcher=request.param, keep_bytes=next(FRESH)):
         yield request.param
 
 

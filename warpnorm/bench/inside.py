@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from warpnorm import functional, pipeline, settings
+from warpnorm import functional, pipeline, repeat, settings
 from warpnorm.bench import cases
 from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, FORWARD, NHWC, BenchCase, Workload
 from warpnorm.bench.draw import Drawing
@@ -88,7 +88,7 @@ def findings() -> Iterator[tuple[str, str, bool]]:
     yield "route", settings.current().route, True
     yield from _native()
     yield from _gpus()
-    yield "launcher", _launcher(), True
+    yield "launcher", *_launcher()
     yield "cache folder", _cache(settings.current().cache_dir), True
 
 
@@ -100,18 +100,25 @@ def _triton() -> str:
     return str(triton.__version__)
 
 
-def _launcher() -> str:
-    """Of calls that were seen before."""
+def _launcher() -> tuple[str, bool]:
+    """Of calls that were seen before, and whether it is as it should be."""
     from warpnorm.launch import launcher
 
-    if settings.current().launcher == "python":
-        return "in Python, as WARPNORM_LAUNCHER says"
+    wanted = settings.current().launcher
+    if wanted == "python":
+        return "in Python, as WARPNORM_LAUNCHER says", True
+    if wanted == "compiled":
+        why = repeat.prepare_launcher()
+        return (f"none, but WARPNORM_LAUNCHER asks for a compiled one: {why}", False) if why else ("compiled", True)
     if launcher.library().exists():
-        return "compiled"
+        return "compiled", True
     found = launcher.compiler()
-    if found is None:
-        return f"in Python: no C++ compiler was found (looked for {', '.join(launcher.COMPILERS)})"
-    return f"in Python until calls repeat often, then built by {found}"
+    return (
+        f"in Python until calls repeat often, then built by {found}"
+        if found
+        else f"in Python: {launcher.no_compiler()}",
+        True,
+    )
 
 
 def _native() -> Iterator[tuple[str, str, bool]]:

@@ -54,6 +54,9 @@ def is_there() -> bool:
 @cache
 def why_not() -> str:
     """Why there is no native code here."""
+    named = settings.current().compiler
+    if compiler() is None and named is not None:
+        return f"WARPNORM_CC is {named!r}, which is not there" if named else "WARPNORM_CC is empty, which means none"
     if compiler() is None:
         return f"no C compiler was found (looked for {', '.join(COMPILERS)})"
     try:

@@ -20,6 +20,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -68,8 +69,9 @@ struct Key {
     const auto keys = t.key_set() - c10::autograd_dispatch_keyset_with_ADInplaceOrView - c10::autocast_dispatch_keyset;
     if ((keys != DispatchKeySet(DispatchKey::CPU) && keys != DispatchKeySet(DispatchKey::CUDA)) || !t.has_storage())
       return false;
+    // not the tensor's address, which is an offset from nothing where a storage was freed
+    if (t.numel() == 0 || t.storage().data() == nullptr) return false;
     const void* address = t.const_data_ptr();
-    if (address == nullptr) return false;
     const auto sizes = t.sizes(), strides = t.strides();
     const bool is_aligned = reinterpret_cast<uintptr_t>(address) % VECTOR_BYTES == 0;
     add(static_cast<int64_t>(sizes.size()) << 32 | static_cast<int64_t>(t.scalar_type()) << 24 |
@@ -168,6 +170,8 @@ struct Entry {
   at::ScalarType compute = at::kFloat;
   Launch forward;
   PyObject* repeat = nullptr;                  // Python's: what runs backward where that is not plain; or None
+  PyObject* owner = nullptr;                   // of whatever the launch points to
+  size_t operands = 0;
   std::vector<int64_t> saved;                  // what is kept for backward: operands, or from -1 down outputs
   int64_t differentiable = 0;                  // bits: operands whose gradients that gives
   bool is_alone = false;                       // a norm, without more: backward may be remembered too
@@ -179,10 +183,20 @@ std::unordered_map<Key, std::unique_ptr<Entry>, Hash>& entries() {
   return *all;
 }
 
-PyObject *parameter_type, *settings_names, *current_name, *raw_stream, *slow_backward;
+PyObject *parameter_type, *device_context_type, *settings_names, *current_name, *raw_stream, *slow_backward;
 PyObject* hooks = nullptr;  // of launches: who owns them
 
 PyObject* settings_now() { return PyDict_GetItem(settings_names, current_name); }
+
+/* Whether functions are looked at by more than a default device, which says where new tensors lie. */
+bool has_modes() {
+  if (!at::impl::torch_function_mode_enabled()) return false;
+  for (int64_t i = 0; i < at::impl::PythonTorchFunctionTLS::stack_len(); i++) {
+    PyObject* mode = at::impl::PythonTorchFunctionTLS::get_stack_at(i)->ptr(getPyInterpreter());
+    if (reinterpret_cast<PyObject*>(Py_TYPE(mode)) != device_context_type) return true;
+  }
+  return false;
+}
 
 /* Whether nothing traces or transforms calls: it would be among the keys that the dispatcher includes, or a level of forward
    gradients. Autocast changes nothing here, and of what is excluded only autograd counts, below. */
@@ -190,7 +204,7 @@ bool is_plain() {
   using c10::DispatchKey;
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
   const auto usual = c10::DispatchKeySet({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
-  return (included - usual - c10::autocast_dispatch_keyset).empty() && !at::impl::torch_function_mode_enabled() &&
+  return (included - usual - c10::autocast_dispatch_keyset).empty() && !has_modes() &&
          torch::autograd::ForwardADLevel::try_get_by_idx(0) == nullptr;
 }
 
@@ -423,7 +437,7 @@ bool read(PyObject* const* args, Py_ssize_t count, Key& key, variable_list& oper
   }
   for (Py_ssize_t i = 3; i < count; i++) {
     if (args[i] == Py_None) {
-      key.add(0);
+      key.add(-1);  // which no tensor's word is
       continue;
     }
     if (!THPVariable_CheckExact(args[i]) && reinterpret_cast<PyObject*>(Py_TYPE(args[i])) != parameter_type) return false;
@@ -442,6 +456,7 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto found = entries().find(key);
   if (found == entries().end()) Py_RETURN_NONE;
   Run run{found->second.get(), nullptr};
+  if (run.entry->operands != operands.size()) Py_RETURN_NONE;
   const auto stream = stream_of(operands[0]);
   if (!stream.has_value()) Py_RETURN_NONE;
   run.stream = *stream;
@@ -501,16 +516,16 @@ bool read_numbers(PyObject* given, std::vector<int64_t>& numbers) {
 }
 
 /* ((kind, eps, shape, *operands), tensors like the outputs, whether a tuple of them is returned, scratch, rows, launch, what
-   is kept for backward, bits of the operands that it is for, repeat, whether it is of a norm alone): whether the call is found
-   from now on. */
+   is kept for backward, bits of the operands that it is for, repeat, who owns what the launch points to, whether it is of a
+   norm alone): whether the call is found from now on. */
 PyObject* remember(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *given, *outputs, *scratch, *launch, *saved, *repeat;
+  PyObject *given, *outputs, *scratch, *launch, *saved, *repeat, *owner;
   long long rows, differentiable;
   int is_tuple, is_alone;
-  if (!PyArg_ParseTuple(args, "O!O!pO!LO!O!LOp", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple, &PyTuple_Type,
+  if (!PyArg_ParseTuple(args, "O!O!pO!LO!O!LOOp", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple, &PyTuple_Type,
                         &scratch, &rows, &PyTuple_Type, &launch, &PyTuple_Type, &saved, &differentiable, &repeat,
-                        &is_alone))
+                        &owner, &is_alone))
     return nullptr;
   Key key;
   variable_list operands;
@@ -533,7 +548,8 @@ PyObject* remember(PyObject*, PyObject* args) {
   entry->statistics = static_cast<int64_t>(entry->scratch.size());
   entry->rows = rows;
   if (!entry->scratch.empty()) entry->compute = entry->scratch[0].scalar_type();
-  entry->repeat = Py_NewRef(repeat);
+  entry->repeat = Py_NewRef(repeat), entry->owner = Py_NewRef(owner);
+  entry->operands = operands.size();
   Py_INCREF(PyTuple_GET_ITEM(given, 0)), Py_XINCREF(settings_now());  // whose addresses are in the key
   entries().emplace(key, std::move(entry));
   Py_RETURN_TRUE;
@@ -566,12 +582,13 @@ PyObject* remember_backward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-/* (Parameter, names of the module of settings, the function that gives a raw stream or None, who owns the hooks of launches
+/* (Parameter, the mode of a default device, names of the module of settings, the function that gives a raw stream or None, who owns the hooks of launches
    or None, backward by Python) */
 PyObject* set_up(PyObject*, PyObject* args) {
-  PyObject *parameter, *names, *stream, *owner, *backward;
-  if (!PyArg_ParseTuple(args, "OO!OOO", &parameter, &PyDict_Type, &names, &stream, &owner, &backward)) return nullptr;
-  parameter_type = Py_NewRef(parameter), settings_names = Py_NewRef(names), raw_stream = Py_NewRef(stream);
+  PyObject *parameter, *context, *names, *stream, *owner, *backward;
+  if (!PyArg_ParseTuple(args, "OOO!OOO", &parameter, &context, &PyDict_Type, &names, &stream, &owner, &backward))
+    return nullptr;
+  parameter_type = Py_NewRef(parameter), device_context_type = Py_NewRef(context), settings_names = Py_NewRef(names), raw_stream = Py_NewRef(stream);
   slow_backward = Py_NewRef(backward), current_name = PyUnicode_InternFromString("_current");
   hooks = owner == Py_None ? nullptr : Py_NewRef(owner);
   Py_RETURN_NONE;

@@ -114,7 +114,7 @@ def _start(set_up: Callable[[Any], None]) -> None:
     global _thread, why_not
     found = compiler()
     if sys.platform != "linux" or found is None:
-        why_not = f"no C++ compiler was found (looked for {', '.join(COMPILERS)})"
+        why_not = no_compiler()
         return
     path, command = library(), _command(found)  # of the settings as they are now
 
@@ -150,6 +150,13 @@ def compiler() -> str | None:
     if named is not None:
         return shutil.which(named) if named else None
     return next((path for path in map(shutil.which, COMPILERS) if path), None)
+
+
+def no_compiler() -> str:
+    named = settings.current().cxx_compiler
+    if named is not None:
+        return f"WARPNORM_CXX is {named!r}, which is not there" if named else "WARPNORM_CXX is empty, which means none"
+    return f"no C++ compiler was found (looked for {', '.join(COMPILERS)})"
 
 
 @contextmanager

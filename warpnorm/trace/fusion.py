@@ -42,7 +42,7 @@ class Input:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         tensor = tensors[self.index]
         for move in self.moves:
-            tensor = move(tensor)
+            tensor = move.of_user(tensor)
         return tensor
 
 

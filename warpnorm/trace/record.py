@@ -48,6 +48,12 @@ class Move:
         result = self.target(tensor, *self.args, **dict(self.kwargs))
         return result if self.pick is None else result[self.pick]
 
+    def of_user(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`reshape` is recorded as a view: where a tensor's strides have none, it is a copy."""
+        if self.target in (aten.view.default, aten._unsafe_view.default):
+            return tensor.reshape(self.args[0])
+        return self(tensor)
+
 
 @dataclass(frozen=True, eq=False)
 class Source:

@@ -9,8 +9,8 @@ demo: $(VENV)/.installed
 	$(RUN) warpnorm demo
 
 test: lint
-	$(RUN) pytest tests/cpu tests/compiled tests/native tests/gpu -n 2
-	TRITON_INTERPRET=1 $(RUN) pytest tests/interpreter -n 2
+	$(RUN) pytest tests/cpu tests/compiled tests/native tests/gpu -n 2 --dist worksteal
+	TRITON_INTERPRET=1 $(RUN) pytest tests/interpreter -n 2 --dist worksteal
 
 lint: $(VENV)/.installed
 	$(RUN) ruff check .

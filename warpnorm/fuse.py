@@ -51,6 +51,7 @@ class Prepared(NamedTuple):
     inputs: tuple[fusion.Input, ...]
     leaves: tuple[Any, ...]
     order: tuple[int, ...] | None  # which of the user's tensors the operands are, where nothing else is to be done
+    differentiable: tuple[int, ...]  # of these operands
 
 
 class Bound(functools.partial):
@@ -130,9 +131,8 @@ class Fused:
         if prepared.order is not None:
             plain = [request.tensors[i] for i in prepared.order]
             if all(a is b for a, b in zip(operands, plain, strict=True)):
-                is_tuple = prepared.captured.tree != LEAF
-                like = [output.detach() for output in outputs[: len(call.outputs)]]
-                repeat.offer_fused(prepared.captured, call, plain, like, is_tuple, _differentiable(prepared.captured))
+                of_call, is_tuple = outputs[: len(call.outputs)], prepared.captured.tree != LEAF
+                repeat.offer_fused(prepared.captured, call, plain, of_call, is_tuple, prepared.differentiable)
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
 
@@ -158,7 +158,13 @@ class Fused:
                 captured = self._capture(request)
             sizes = captured.sizes(tensors)
             leaves = tuple(leaf.at(sizes) if isinstance(leaf, fusion.Input) else leaf for leaf in captured.leaves)
-            prepared = Prepared(captured, tuple(i.at(sizes) for i in captured.inputs), leaves, _order(captured))
+            prepared = Prepared(
+                captured,
+                tuple(i.at(sizes) for i in captured.inputs),
+                leaves,
+                _order(captured),
+                _differentiable(captured),
+            )
             if len(self._prepared) >= LARGEST_CACHE:
                 self._prepared.clear()
             self._prepared[layout] = prepared
@@ -310,27 +316,28 @@ def _leaf(leaf: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Te
     return leaf(tensors) if isinstance(leaf, fusion.Input) else leaf
 
 
-def _differentiable(captured: fusion.Captured) -> list[int]:
+def _differentiable(captured: fusion.Captured) -> tuple[int, ...]:
     """The operands whose gradients need nothing but a backward: those that `arrange` leaves as they are in any case."""
     call = captured.call
     found = []
     for k, axes in enumerate(call.axes):
-        if isinstance(axes, tuple) and k not in captured.unreached and not call.norm.is_by_channel:
+        if isinstance(axes, tuple) and k not in captured.unreached:
             rows, cols = axes[: len(axes) - call.col_dims], axes[len(axes) - call.col_dims :]
             if len(set(rows)) <= 1 and len(set(cols)) <= 1:
                 found.append(k)
-    return found
+    return tuple(found)
 
 
 def _order(captured: fusion.Captured) -> tuple[int, ...] | None:
     """The numbers of the tensors that are the operands as they are, where the outputs are all that is returned, alone or in
-    a tuple, and nothing is drawn or averaged."""
+    a tuple, the norm is over rows, and nothing is drawn or averaged."""
     count = len(captured.call.outputs)
     is_plain = captured.tree in (LEAF, pytree.tree_structure(tuple(range(count))))
     numbers = [leaf.number if isinstance(leaf, fusion.Output) else None for leaf in captured.leaves]
     if not is_plain or numbers != list(range(count)):
         return None
-    if captured.draws or captured.effects or any(i.moves for i in captured.inputs):
+    is_more = captured.draws or captured.effects or any(i.moves for i in captured.inputs)
+    if is_more or captured.call.norm.is_by_channel:
         return None
     return tuple(i.index for i in captured.inputs)
 

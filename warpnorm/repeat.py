@@ -26,7 +26,7 @@ LARGEST_SCRATCH = 1 << 20
 
 _seen: dict[Any, "Repeat"] = {}
 _scratch: dict[Any, tuple[torch.Tensor, ...]] = {}
-_count = 0  # of repeated calls
+_count = 0  # of calls that the compiled launcher might have had
 _offered: dict[Any, Any] = {}  # of fused functions: what stands for them
 
 # The look-up of the compiled launcher, once it is there: (norm, eps, shape, *operands) -> the output of a call that was seen
@@ -54,14 +54,19 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
     return found(operands)
 
 
+def _launcher_for(input: torch.Tensor) -> Any:
+    """The compiled launcher, if it is there and may be told of a call; every call of Python's that asks counts."""
+    global _count
+    if settings.is_interpreting() or (input.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None
+    _count += 1
+    return launcher.find(_set_up, _count)
+
+
 def _offer(found: "Repeat", key: tuple[Any, ...]) -> None:
     """To the compiled launcher, if it is there."""
-    global _count
-    _count += 1
     input: torch.Tensor = key[3]
-    if settings.is_interpreting() or (input.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return
-    module = launcher.find(_set_up, _count)
+    module = _launcher_for(input)
     if module is None:
         return
     found.offered = settings.current()
@@ -81,31 +86,25 @@ def offer_fused(
 ) -> None:
     """A call of a fused function: `kind` stands for all but the tensors' layouts. It returns the outputs, in a tuple or the
     only one; gradients of other operands than the `differentiable` ones need more than is known here."""
-    global _count
-    key = (id(kind), settings.current(), tuple(map(View.of, operands)))
-    if key in _offered or settings.is_interpreting() or call.norm.is_by_channel:
-        return
     input = operands[0]
-    if input.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    _count += 1
-    module = launcher.find(_set_up, _count)
+    module = _launcher_for(input)
     if module is None:
+        return
+    key = (id(kind), settings.current(), tuple(map(View.of, operands)))
+    if key in _offered:
         return
     if len(_offered) >= LARGEST_CACHE:
         _offered.clear()
     _offered[key] = kind
-    views = (*key[2], *map(View.of, outputs))
-    launch: Any = pipeline.prepare_forward(call, views, input.device, None)
+    launch: Any = pipeline.prepare_forward(call, (*key[2], *map(View.of, outputs)), input.device, None)
     described = _described(launch, input, outputs, len(operands), is_tuple)
     if described is None:
         return
-    repeat = saved = None
+    repeat = None
     if differentiable and not call.detached and all(output.is_floating_point() for output in outputs):
         repeat = FusedRepeat.of(call, operands)
-        saved = repeat.saved
-    mask = sum(1 << i for i in differentiable)
-    module.remember((kind, None, (), *operands), *described, saved or (), mask, repeat, launch, False)
+    saved, mask = repeat.saved if repeat else (), sum(1 << i for i in differentiable)
+    module.remember((kind, None, (), *operands), *described, saved, mask, repeat, launch, False)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,8 @@ import warpnorm
 from warpnorm import pipeline
 from warpnorm.codegen import bind
 from warpnorm.fuse import NOTHING, arrange
+from warpnorm.launch.backward import BackwardLaunch
+from warpnorm.launch.forward import ForwardLaunch
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan import choose
 from warpnorm.plan.device import KNOWN, Device
@@ -206,3 +208,37 @@ def test_small_gpus_have_programs(units: int) -> None:
                 choose.backward(backward_problem(norm, cols, torch.bfloat16), device),
             )
             assert all(plan.programs > 0 for plan in plans if plan.pattern == TEAM)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_launches_are_described_as_they_were_compiled(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each parameter of the machine code has a slot or a value; what is not loaded on a GPU is not described."""
+    device = KNOWN["sm_90"]
+    call, views = call_and_views(norm, 4096, torch.bfloat16)
+    wanted = tuple(range(len(views)))
+    forward, forward_space = pipeline.forward_problem(call, (*views, views[0]))
+    backward, backward_space = pipeline.backward_problem(call, (*views, views[0]), (0,), wanted)
+    plan, back_plan, sum_plan = (
+        choose.forward(forward, device),
+        choose.backward(backward, device),
+        Plan(ROW, 128, 32, 8),
+    )
+    kernels = [
+        bind.forward(forward, plan, device, 0), bind.backward(backward, back_plan, device, 0),
+        bind.column_sum(backward, sum_plan, device, 0),
+    ]  # fmt: skip
+    forth = ForwardLaunch(forward, plan, forward_space, kernels[0], 1e-5)
+    back = BackwardLaunch(backward, back_plan, backward_space, kernels[1], None, kernels[2], sum_plan)
+    assert forth.described(len(views), 1) is None
+    for kernel in kernels:
+        monkeypatch.setattr(kernel.compiled, "function", 1)
+    partials, launches = back.described(len(views))
+    assert len(partials) == len(views) - 1
+    for kernel, launch in zip(kernels, (forth.described(len(views), 1), *launches), strict=True):
+        function, *grid, threads, shared, is_chained, params = launch
+        assert (function, threads, is_chained) == (1, 32 * kernel.compiled.metadata.num_warps, False)
+        assert min(grid) > 0
+        assert shared == kernel.compiled.metadata.shared
+        assert len(params) == len(re.findall(r"_param_\d+,?\n", kernel.compiled.asm["ptx"].split("{")[0]))
+    count = len(views) + 1 + len(norm.statistics)  # in order: operands, the output, statistics
+    assert [slot for slot, _ in forth.described(len(views), 1)[-1] if slot >= 0] == list(range(count))

@@ -11,6 +11,7 @@ import triton
 import warpnorm
 from kernel_contracts.launcher_contract import *  # noqa: F403
 from kernel_contracts.launcher_contract import COLS, Quick, operands, seen
+from kernel_contracts.launcher_fuse_contract import *  # noqa: F403
 from warpnorm import repeat
 
 

@@ -99,7 +99,7 @@ class BoundKernel:
                 options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
                 if plan.per_unit:
                     options["maxnreg"] = min(
-                        255, device.registers_per_unit // (plan.per_unit * plan.warps * 32) // 8 * 8
+                        255, device.registers_per_unit // (plan.per_unit * plan.warps * device.warp_size) // 8 * 8
                     )
             if _is_chained(plan, device):
                 options["launch_pdl"] = True

@@ -4,5 +4,6 @@ forward   one launch
 backward  one launch (two for long rows) and the sum of partial rows
 column    norms by channel: tasks by turns in one launch, or a launch for each kind
 autograd  forward and backward as one differentiable operation
-launcher  calls that were seen before, by compiled code
+launcher  calls that were seen before, by compiled code (launcher.cpp): how it is built
+described what it is told of a launch
 """

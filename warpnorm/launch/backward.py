@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from warpnorm.codegen.bind import BoundKernel
-from warpnorm.launch import launcher
-from warpnorm.launch.forward import in_bits, mailbox, on_device, slots
+from warpnorm.launch.described import describe, slots
+from warpnorm.launch.forward import in_bits, mailbox, on_device
 from warpnorm.plan import grid
 from warpnorm.plan.grid import Sum
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
@@ -69,12 +69,10 @@ class BackwardLaunch:
         read, statistics, grads, gradients, partials = slots(*counts)
         written = tuple(gradients[i] for i in problem.written)
         before = (space.strides, space.sizes, space.rows, space.groups, space.cols)
-        found = [launcher.describe(self.kernel, self.programs, (*read, *grads), written, partials, statistics, *before)]
+        found = [describe(self.kernel, self.programs, (*read, *grads), written, partials, statistics, *before)]
         if self.column_sum is not None:
             totals = tuple(gradients[i] for i in problem.reduced)
-            found.append(
-                launcher.describe(self.column_sum, *sum_arguments(self.column_sum_plan, partials, totals, self.sums))
-            )
+            found.append(describe(self.column_sum, *sum_arguments(self.column_sum_plan, partials, totals, self.sums)))
         return None if None in found else (tuple(s.numel for s in self.sums), tuple(found))
 
     @cached_property

@@ -11,8 +11,7 @@ import torch
 from warpnorm.codegen.bind import BoundKernel
 from warpnorm.codegen.expressions import FLOAT8
 from warpnorm.kernels.team import BOXES
-from warpnorm.launch import launcher
-from warpnorm.launch.launcher import Slot
+from warpnorm.launch.described import describe, slots
 from warpnorm.plan import grid
 from warpnorm.plan.plan import ROW, TEAM, Plan
 from warpnorm.problem import ForwardProblem, Running
@@ -57,7 +56,7 @@ class ForwardLaunch:
         if self.plan.pattern == TEAM:  # whose mailbox is that of a stream
             return None
         of_operands, of_outputs, of_statistics = slots(operands, outputs, len(self.problem.norm.statistics))
-        return launcher.describe(
+        return describe(
             self.kernel, self.programs, of_operands, of_outputs, of_statistics, *self.geometry, *self.without_running
         )
 
@@ -103,15 +102,6 @@ def mailbox(plan: Plan, device: torch.device) -> torch.Tensor:
     if box is None:
         box = _mailboxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
     return box
-
-
-def slots(*counts: int) -> list[tuple[Slot, ...]]:
-    """Of several kinds of tensors, one after another."""
-    found, first = [], 0
-    for count in counts:
-        found.append(tuple(Slot(first + i) for i in range(count)))
-        first += count
-    return found
 
 
 def in_bits(operand: torch.Tensor | float) -> torch.Tensor | float:

@@ -582,13 +582,14 @@ PyObject* remember_backward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-/* (Parameter, the mode of a default device, names of the module of settings, the function that gives a raw stream or None, who owns the hooks of launches
-   or None, backward by Python) */
+/* (Parameter, the mode of a default device, names of the module of settings, the function that gives a raw stream or None,
+   who owns the hooks of launches or None, backward by Python) */
 PyObject* set_up(PyObject*, PyObject* args) {
   PyObject *parameter, *context, *names, *stream, *owner, *backward;
   if (!PyArg_ParseTuple(args, "OOO!OOO", &parameter, &context, &PyDict_Type, &names, &stream, &owner, &backward))
     return nullptr;
-  parameter_type = Py_NewRef(parameter), device_context_type = Py_NewRef(context), settings_names = Py_NewRef(names), raw_stream = Py_NewRef(stream);
+  parameter_type = Py_NewRef(parameter), device_context_type = Py_NewRef(context);
+  settings_names = Py_NewRef(names), raw_stream = Py_NewRef(stream);
   slow_backward = Py_NewRef(backward), current_name = PyUnicode_InternFromString("_current");
   hooks = owner == Py_None ? nullptr : Py_NewRef(owner);
   Py_RETURN_NONE;

@@ -178,3 +178,19 @@ def test_more_groups_than_teams(device: str) -> None:
     expected = torch.autograd.grad(adaptive(x, scale), (x, scale), grad)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_nan_travels(norm: Norm, device: str) -> None:
+    """A sum of both infinities, in one part of one row, is NaN in all of it and nowhere else."""
+    plan = PLANS[0]
+    operands = operands_for(norm, torch.randn(5, 256, device=device), 1)
+    grad = torch.randn(5, 256, device=device)
+    grad[2, :2] = torch.tensor([float("inf"), -float("inf")], device=device)
+    found = run_planned(norm, operands, grad, plan, plan).gradients[0]
+    expected = run_planned(norm, operands, grad, None, Plan("row", 1, 256, 4, programs=3)).gradients[0]
+    assert found[2].isnan().equal(expected[2].isnan())
+    assert found[[0, 1, 3, 4]].isfinite().all()
+    operands[0][3, 7] = float("nan")
+    output = run_planned(norm, operands, torch.randn(5, 256, device=device), plan, plan).output
+    assert output.isnan().all(1).tolist() == [False, False, False, True, False]

@@ -98,9 +98,8 @@ class BoundKernel:
             if plan.pattern == TEAM:
                 options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
                 if plan.per_unit:
-                    options["maxnreg"] = min(
-                        255, device.registers_per_unit // (plan.per_unit * plan.warps * device.warp_size) // 8 * 8
-                    )
+                    threads = plan.per_unit * plan.warps * device.warp_size
+                    options["maxnreg"] = min(255, device.registers_per_unit // threads // 8 * 8)
             if _is_chained(plan, device):
                 options["launch_pdl"] = True
             self.compiled = triton.compile(source, target=target, options=options)
@@ -192,13 +191,9 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         return BoundKernel(row_forward_kernel, arguments | running, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= _functions(functions, "hold")
-        constants |= {
-            "BLOCK_COLS": plan.block_cols,
-            "CHUNKS": plan.chunks,
-            "SPLITS": plan.splits,
-            "STAGES": plan.stages,
-        }
-        constants |= {"IS_LATE": plan.late, "RECOMPUTES": _recomputes(plan, device)}
+        constants |= {"BLOCK_COLS": plan.block_cols, "CHUNKS": plan.chunks}
+        constants |= {"SPLITS": plan.splits, "STAGES": plan.stages}
+        constants["RECOMPUTES"] = _recomputes(plan, device)
         return BoundKernel(team_forward_kernel, _with_mailbox(arguments), constants, plan, device)
     constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     return BoundKernel(long_row_forward_kernel, arguments, constants, plan, device)

@@ -34,19 +34,8 @@ def forward_tile(
     row_offsets = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows_mask(row_offsets, rows)
     values, places = load_rows(
-        0,
-        row_offsets,
-        row_mask,
-        row_offsets,
-        operands,
-        strides,
-        sizes,
-        cols,
-        LOAD_ROWS,
-        BLOCK_COLS,
-        CHUNKS,
-        FULL_CHUNKS,
-    )
+        0, row_offsets, row_mask, row_offsets, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS,
+    )  # fmt: skip
     row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
     mean = row_mean(row, places, cols, IS_CENTERED, CHUNKS, IS_EXACT)
     if IS_CENTERED:
@@ -135,19 +124,8 @@ def row_backward_kernel(
         numbers = ROW_NUMBERS(row_offsets, sizes, rows)
         statistics = load_statistics(statistic_ptrs, numbers, row_mask, IS_CENTERED)
         values, places = load_rows(
-            0,
-            row_offsets,
-            row_mask,
-            numbers,
-            operands,
-            strides,
-            sizes,
-            cols,
-            LOAD_ROWS,
-            BLOCK_COLS,
-            CHUNKS,
-            FULL_CHUNKS,
-        )
+            0, row_offsets, row_mask, numbers, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS,
+        )  # fmt: skip
         row, normalized, from_epilogue = (), (), ()
         for chunk in tl.static_range(CHUNKS):
             place = places[chunk]

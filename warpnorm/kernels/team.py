@@ -74,7 +74,9 @@ def send(sums, mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr)
     round = (number // BOXES) & 3
     low = sums[0].to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
     if IS_CENTERED:
-        high = (((sums[1].to(tl.int32, bitcast=True) + 2) & -4) | round).to(tl.int64)
+        bits = sums[1].to(tl.int32, bitcast=True)
+        bits += tl.where(sums[1] == sums[1], 2, 0)  # the largest of NaN's would become a zero
+        high = ((bits & -4) | round).to(tl.int64)
     else:
         high = tl.zeros((1,), tl.int64) + round
     box = box_of(mailbox, number, SPLITS)
@@ -183,17 +185,9 @@ def team_forward_kernel(
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    columns = load_columns(
-        tl.program_id(1) * CHUNKS,
-        operands,
-        strides,
-        sizes,
-        cols,
-        LOAD_COLUMNS,
-        BLOCK_COLS,
-        CHUNKS,
-        CHUNKS if IS_EXACT else 0,
-    )
+    FULL_CHUNKS: tl.constexpr = CHUNKS if IS_EXACT else 0
+    first = tl.program_id(1) * CHUNKS
+    columns = load_columns(first, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     number = last_message(mailbox, SPLITS) + 1
     begin_forward(
         row, operands, columns, mailbox, number, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE, IS_CENTERED,

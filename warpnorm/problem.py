@@ -252,7 +252,9 @@ class Problem:
     has_pieces: bool
     rows_divisor: int
     size_divisors: tuple[int, ...]
-    has_many_lines: bool  # or columns: their numbers take 64 bits
+    has_long_numbers: (
+        bool  # 64 bits for the numbers of rows; of several axes they are divided, which costs less with 32
+    )
 
     @property
     def tiles(self) -> tuple[Operand, ...]:

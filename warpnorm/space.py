@@ -109,8 +109,9 @@ def _head(
     width = -(-space.cols // eighth) * eighth
     head = (call.norm, compute, space.cols_class, space.cols_divisor, is_exact, width, width == space.cols, operands)
     divisors = space.size_divisors or (1,) * len(space.sizes)
-    has_many_lines = call.norm.is_by_channel and max(space.rows, space.cols) > LARGEST_CLASS
-    return *head, prologue, space.pieces > 1, space.rows_divisor, divisors, has_many_lines
+    is_divided = call.norm.is_by_channel or len(space.row_sizes) > 1
+    has_long_numbers = not is_divided or max(space.rows, space.cols) > LARGEST_CLASS
+    return *head, prologue, space.pieces > 1, space.rows_divisor, divisors, has_long_numbers
 
 
 class Gradients(NamedTuple):

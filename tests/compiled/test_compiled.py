@@ -236,7 +236,7 @@ def test_launches_are_described_as_they_were_compiled(norm: Norm, monkeypatch: p
     assert len(partials) == len(views) - 1
     for kernel, launch in zip(kernels, (forth.described(len(views), 1), *launches), strict=True):
         function, *grid, threads, shared, is_chained, params = launch
-        assert (function, threads, is_chained) == (1, 32 * kernel.compiled.metadata.num_warps, False)
+        assert (function, threads, is_chained) == (1, 32 * kernel.compiled.metadata.num_warps, True)
         assert min(grid) > 0
         assert shared == kernel.compiled.metadata.shared
         assert len(params) == len(re.findall(r"_param_\d+,?\n", kernel.compiled.asm["ptx"].split("{")[0]))

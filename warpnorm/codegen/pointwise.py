@@ -364,7 +364,7 @@ def _store_row_sums(problem: BackwardProblem) -> str:
             address = _line_address(a, gradient, "0", "1")
             lines.append(f"tl.store({address}, tl.sum(tl.where(mask, results[{k}], 0.0), 1), mask=row_mask)")
         elif gradient.axes == ROW:
-            address = f"partials[{a}] + part * rows + {_offset(gradient, rows=True) or 'row_offsets * 0'}"
+            address = f"partials[{a}] + part * rows.to(tl.int64) + {_offset(gradient, rows=True) or 'row_offsets * 0'}"
             lines.append(f"tl.store({address}, tl.sum(tl.where(mask, results[{k}], 0.0), 1), mask=row_mask)")
     return _function(
         "store_row_sums", "partials, results, strides, sizes, row_offsets, row_mask, mask, part, rows", lines

@@ -15,6 +15,7 @@ third tasks come back to front. Where rows have few pieces, they merge for thems
 import triton
 import triton.language as tl
 
+from warpnorm.kernels.chain import begin
 from warpnorm.kernels.masks import column_mask
 from warpnorm.kernels.merge import (
     is_first_piece,
@@ -37,7 +38,7 @@ from warpnorm.kernels.statistics import (
     tile_squares,
 )
 from warpnorm.kernels.tasks import FIRST, LAST, MERGE, task_of, tile_of, tile_place
-from warpnorm.kernels.words import ask, begin, for_lines, mask_of_rows, receive, send
+from warpnorm.kernels.words import ask, for_lines, mask_of_rows, receive, send
 
 
 @triton.jit

@@ -4,12 +4,15 @@ that is a sum: each is (groups, height, width), and is summed over its height.""
 import triton
 import triton.language as tl
 
+from warpnorm.kernels.chain import begin
+
 
 @triton.jit
 def column_sum_kernel(
     partials, sums, groups, heights, widths, blocks, COUNT: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
+    begin(IS_CHAINED)
     group = (tl.program_id(0) // blocks).to(tl.int64)
     for i in tl.static_range(COUNT):
         if (tl.program_id(1) == i) & (group < groups[i]):

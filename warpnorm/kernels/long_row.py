@@ -6,6 +6,7 @@ registers."""
 import triton
 import triton.language as tl
 
+from warpnorm.kernels.chain import let_next_begin
 from warpnorm.kernels.masks import column_mask, rows_mask
 from warpnorm.kernels.statistics import (
     add_terms,
@@ -41,7 +42,7 @@ def long_row_forward_kernel(
     STORE: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_COLS: tl.constexpr, IS_EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row_offsets = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    row_offsets = tl.program_id(0).to(rows.dtype) + tl.arange(0, 1)
     row_mask = row_offsets < rows  # always, but as a constant it makes ptxas spill 16 bytes on sm_80
     lanes = tl.arange(0, BLOCK_COLS)
     state = start_walk(tl.zeros((1, BLOCK_COLS), COMPUTE), IS_CENTERED)
@@ -71,7 +72,7 @@ def long_row_sums_kernel(
     IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_COLS: tl.constexpr,
     IS_EXACT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row_offsets = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    row_offsets = tl.program_id(0).to(rows.dtype) + tl.arange(0, 1)
     row_mask = rows_mask(row_offsets, rows)
     numbers = ROW_NUMBERS(row_offsets, sizes, rows)
     lanes = tl.arange(0, BLOCK_COLS)
@@ -94,7 +95,7 @@ def long_row_backward_kernel(
     EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
     ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, IS_EXACT: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, IS_EXACT: tl.constexpr, STAGES: tl.constexpr, HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(1)
     shares = tl.num_programs(1) // groups  # programs that share the rows of a group
@@ -123,5 +124,6 @@ def long_row_backward_kernel(
         STORE(gradients, results, strides, sizes, row_offsets, col_offsets, mask)
         STORE_ROW_SUMS(partials, results, strides, sizes, row_offsets, row_mask, mask, tl.program_id(0), rows)
         accumulators = ACCUMULATE(accumulators, results, mask)
+    let_next_begin(HAS_NEXT)
     slot = program * tl.num_programs(0) + tl.program_id(0)
     STORE_PARTIALS(partials, accumulators, program, slot, col_offsets, col_mask, cols)

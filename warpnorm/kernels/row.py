@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
+from warpnorm.kernels.chain import begin, let_next_begin
 from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.statistics import (
     add_terms,
@@ -76,9 +77,10 @@ def row_forward_kernel(
     HAS_RUNNING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr,
     IS_EXACT: tl.constexpr, IS_PERSISTENT: tl.constexpr, IS_LATE: tl.constexpr, RECOMPUTES: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    program = tl.program_id(0).to(tl.int64)
+    begin(IS_CHAINED)
+    program = tl.program_id(0).to(rows.dtype)
     columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     if IS_PERSISTENT:
         for block in tl.range(program, tl.cdiv(rows, BLOCK_ROWS), tl.num_programs(0), num_stages=STAGES):
@@ -104,8 +106,9 @@ def row_backward_kernel(
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
     FULL_CHUNKS: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, IS_CHAINED: tl.constexpr, HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
+    begin(IS_CHAINED)
     program = tl.program_id(0)
     if HAS_GROUPS:
         shares = tl.num_programs(0) // groups  # programs that share the rows of a group
@@ -160,6 +163,7 @@ def row_backward_kernel(
             STORE_ROW_SUMS(partials, results, strides, sizes, row_offsets, row_mask, place[3], chunk, rows)
             added += (ACCUMULATE(accumulators[chunk], results, place[3]),)
         accumulators = added
+    let_next_begin(HAS_NEXT)
     for chunk in tl.static_range(CHUNKS):
         col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
         STORE_PARTIALS(partials, accumulators[chunk], program, program * CHUNKS + chunk, col_offsets, col_mask, cols)

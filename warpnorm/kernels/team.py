@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
+from warpnorm.kernels.chain import let_next_begin
 from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.statistics import (
     add_terms,
@@ -184,7 +185,7 @@ def team_forward_kernel(
     STORE: tl.constexpr, IS_CENTERED: tl.constexpr, RECOMPUTES: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    row, programs = tl.program_id(0).to(rows.dtype), tl.num_programs(0)
     FULL_CHUNKS: tl.constexpr = CHUNKS if IS_EXACT else 0
     first = tl.program_id(1) * CHUNKS
     columns = load_columns(first, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
@@ -319,6 +320,7 @@ def team_backward_kernel(
     ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, HAS_GROUPS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = ()
@@ -341,3 +343,4 @@ def team_backward_kernel(
             rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
             STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS, STAGES,
         )  # fmt: skip
+    let_next_begin(HAS_NEXT)

@@ -3,7 +3,6 @@ are there. A number that is zero itself is sent as -0. No word is written twice,
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 # The word $1, read at $2; as long as it is zero, it is read again, not so often that it keeps the memory from others. Every
 # thread sees to what it has read itself.
@@ -24,13 +23,6 @@ WAIT = tl.constexpr(
 )
 WAIT_32 = tl.constexpr(WAIT.value.replace("BITS", "32"))
 WAIT_64 = tl.constexpr(WAIT.value.replace("BITS", "64"))
-
-
-@triton.jit
-def begin(IS_CHAINED: tl.constexpr):
-    """A launch is made ready while the one before it ends, and waits here until that has."""
-    if IS_CHAINED:
-        gdc_wait()
 
 
 @triton.jit

@@ -3,5 +3,7 @@
 device  the numbers of a device that plans follow from
 plan    the frozen record of what was chosen
 choose  the heuristics
+teams   those of programs that share a row
+needs   what a problem needs of a device
 grid    how many programs run a plan
 """

@@ -4,10 +4,10 @@ row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 
 from dataclasses import replace
 
 from warpnorm.norms import CHANNEL, GROUPS
-from warpnorm.plan import grid
+from warpnorm.plan import grid, needs, teams
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
-from warpnorm.plan.plan import FIRST, JOINT, LAST, LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.plan import FIRST, JOINT, LAST, LONG_ROW, ROW, Plan
 from warpnorm.problem import (
     COLUMN,
     FULL,
@@ -17,24 +17,13 @@ from warpnorm.problem import (
     ForwardProblem,
     Operand,
     Problem,
-    is_varying,
     operand_name,
 )
 from warpnorm.space import Space
 
-# Bytes of loads in flight on one multiprocessor that hide the latency of memory while a program reduces. LayerNorm
-# backward, 8192 columns: 60 % with 32 KB in flight, 94 with 64, 90 with 96.
-IN_FLIGHT_BYTES = 48 * 1024
 # Bytes of one tensor, in forward, or of two, in backward, that the programs of one multiprocessor load for one stage of
 # their pipelines: as many programs share it as that leaves room for, however many tensors they load.
 STAGE_BYTES = 16 * 1024
-# Columns of one program of a team, its programs on one multiprocessor, and the most programs in one. RMSNorm backward at
-# 16384: 86; 79 with a lone program of 8192 columns, 68 with two of 2048
-TEAM_COLS = 4096
-TEAMS_A_UNIT = 2
-LARGEST_TEAM = 64
-# Bytes of a row that one program of a team has in forward
-TEAM_BYTES = 16 * 1024
 # Programs that share the columns of a line, of pattern `column`; columns of a row of a norm by channel up to which backward
 # holds it in registers, where it lies in one piece. Neither is measured
 LARGEST_PARTS = 1024
@@ -47,8 +36,6 @@ AHEAD_BYTES = 8 * 1024 * 1024
 SHORT_ROW = 64
 # Operators that cost next to nothing to compute again
 LIGHT = frozenset({"add", "sub", "neg"})
-# Shared memory left for what a reduction needs.
-SPARE_SHARED_BYTES = 4 * 1024
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan:
@@ -56,20 +43,20 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     live = _live_words(problem)
     is_long = cols > _largest_row(problem) or live * cols > device.registers_per_unit * 3 // 4
     if problem.norm.is_by_channel and _is_short_across(problem):
-        block_rows = min(4096 // _words(problem) // cols, 512)
+        block_rows = min(4096 // needs.words(problem) // cols, 512)
         return Plan(ROW, block_rows, cols, 4, why="short rows that lie side by side: a tile has them whole")
     if problem.norm.is_by_channel and (is_long or not _has_whole_rows(problem)):
         return column(problem, device)
     is_light = all(node.operator in LIGHT for node in problem.prologue.nodes)
     if is_light and (is_long or problem.width > 8192) and _can_lie_in_registers(problem, device):
         return _wide_forward(problem, device)
-    if is_long and is_light and (team := _team_forward(problem, device)):
+    if is_long and is_light and (team := teams.forward(problem, device)):
         return team
     if is_long:
         # Columns a block at 32k: LayerNorm 71 with 4096, 51 with 8192; RMSNorm, with one walk's arithmetic less, 70 and 85.
         # At 50257, where elements are moved alone, 35 and 39 with 16 warps
         block_cols, warps = (4096 if problem.norm.is_centered else 8192, 8) if problem.has_vectors else (2048, 16)
-        block_cols //= _words(problem)
+        block_cols //= needs.words(problem)
         why = f"a row of up to {cols} columns with {live:g} words for each does not fit in registers"
         return Plan(LONG_ROW, 1, block_cols, warps, stages=_walk_stages(problem.operands, block_cols, device), why=why)
     if cols <= 512:
@@ -81,10 +68,10 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     # 32 elements a thread keep the loads of a whole row in flight. RMSNorm at 8192: 96 with 8 warps, 76 with 16. Fewer
     # where an element takes so many registers that they would not fit. How many operands vary by row does not count: an
     # operand with a value for each sample does or does not, by how many samples there are, and a row's bits shall not
-    warps = min(max(2, cols * _words(problem) // 1024) * (2 if live > 5 * _words(problem) else 1), 32)
-    is_half = _itemsize(problem) <= 2
+    warps = min(max(2, cols * needs.words(problem) // 1024) * (2 if live > 5 * needs.words(problem) else 1), 32)
+    is_half = needs.itemsize(problem) <= 2
     if not problem.has_vectors:
-        warps = max(1, cols * _words(problem) // 1024)
+        warps = max(1, cols * needs.words(problem) // 1024)
     elif is_half and chunks > 1 and is_light:
         # At 768 (of three blocks), LayerNorm: 98 with one warp, 91 with two; at 5120: 98 with 4, 97 with 8
         warps = min(cols // 1024, 4)
@@ -95,7 +82,9 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     if is_half and cols == 16384 and problem.has_vectors and not is_light:
         # The reductions leave a lone program idle: keep the next rows in flight. silu(x) * r -> LayerNorm: 92, 91 with 8
         # warps, and 76 with one program a row; gelu(x + b) -> RMSNorm 84 and 76
-        stages = _stages(device, 1, _loaded_bytes(problem.operands, cols), IN_FLIGHT_BYTES * len(problem.varying))
+        stages = needs.stages(
+            device, 1, needs.loaded_bytes(problem.operands, cols), needs.IN_FLIGHT_BYTES * len(problem.varying)
+        )
         why = f"persistent: {stages - 1} rows in flight while one is reduced"
         return Plan(ROW, 1, block_cols, warps, device.units, chunks=chunks, stages=stages, why=why)
     # Where weight and bias wait for the statistic, more programs fit: LayerNorm at 3072: 99, 95 otherwise, at 8192: 99 and
@@ -111,15 +100,15 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
 
 def _can_lie_in_registers(problem: ForwardProblem, device: Device) -> bool:
     """Whether a row fits there as it lies in memory, of elements that are widened each time they are read."""
-    if device.backend == "hip" or not problem.has_vectors or problem.norm.is_by_channel or _words(problem) > 1:
+    if device.backend == "hip" or not problem.has_vectors or problem.norm.is_by_channel or needs.words(problem) > 1:
         return False
-    return _loaded_bytes(problem.varying, problem.width) // 4 <= device.registers_per_unit // 2
+    return needs.loaded_bytes(problem.varying, problem.width) // 4 <= device.registers_per_unit // 2
 
 
 def _wide_forward(problem: ForwardProblem, device: Device) -> Plan:
     # LayerNorm and RMSNorm at 12288: 97 and 98, at 16384: 96 and 98 with 8 warps, 94 and 98 with 16; at 32768: 95 and 97
     # with 16, 77 and 97 with 32; at 65536: 86 and 95. With c in registers at 12288: 87 and 97. fp32 at 16384: 96 and 97
-    row_bytes = problem.width * _itemsize(problem)
+    row_bytes = problem.width * needs.itemsize(problem)
     warps = 8 if row_bytes <= 32768 else 16 if row_bytes <= 65536 else 32
     itemsize = max(o.dtype.itemsize for o in problem.operands if o.axes in (*TILES, COLUMN))
     block_cols = warps * device.warp_size * VECTOR_BYTES // itemsize
@@ -127,28 +116,6 @@ def _wide_forward(problem: ForwardProblem, device: Device) -> Plan:
         block_cols //= 2
     why = "a row lies in registers as it does in memory, and is widened each time it is read"
     return Plan(ROW, 1, block_cols, warps, chunks=problem.width // block_cols, late=True, recomputes=True, why=why)
-
-
-def _team_forward(problem: ForwardProblem, device: Device) -> Plan | None:
-    """Programs that share a row, each with 16 KB of it. Every element is computed twice: silu(x) * r -> LayerNorm at 32768
-    is walked by one program, 61, and 52 by a team."""
-    part = TEAM_BYTES // _itemsize(problem)
-    splits = -(-problem.width // part)
-    # LayerNorm and RMSNorm at 131072: 76 and 83, at 262144: 75 and 83, walked by one program 59 and 61, 54 and 56; with the
-    # part held in registers from its first visit to the second 61 and 82. fp32 at 65536: 88 and 91, walked 63 and 68
-    per_unit = 3 if problem.norm.is_centered and _itemsize(problem) > 2 else 2
-    warps = 4 if problem.norm.is_centered and _itemsize(problem) <= 2 else 8
-    stages = min(3, _stages(device, per_unit, 2 * _loaded_bytes(problem.operands, part), IN_FLIGHT_BYTES * 4))
-    teams = device.units * per_unit // splits
-    if device.backend != "cuda" or device.is_interpreter or not problem.has_vectors or _words(problem) > 1:
-        return None
-    if not (2 <= splits <= LARGEST_TEAM and teams and stages > 1):
-        return None
-    chunks = part * _itemsize(problem) // (warps * device.warp_size * VECTOR_BYTES)
-    why = f"{splits} programs that run at the same time share a row and exchange its statistics"
-    return Plan(
-        TEAM, 1, part // chunks, warps, teams, splits, chunks, stages, recomputes=True, per_unit=per_unit, why=why
-    )  # fmt: skip
 
 
 def _blocks(problem: Problem) -> tuple[int, int]:
@@ -182,20 +149,20 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
     elif (
         problem.has_vectors
         and cols == problem.width == 16384
-        and _itemsize(problem) <= 2
+        and needs.itemsize(problem) <= 2
         and not problem.norm.is_by_channel
     ):
         block_cols, chunks = 4096, 4  # RMSNorm: 95, and 85 by a team
     # xhat, its gradient and one accumulator for each sum over rows live at once, in half of the registers; beside them, in
     # their own dtype, the operands by which the prologue is differentiated
     width = block_cols * chunks
-    kept = _kept(problem)
-    kept_words = _loaded_bytes(kept, width) // 4
-    live = (2 + len(problem.accumulated)) * width * _words(problem) + kept_words
+    kept = needs.kept(problem)
+    kept_words = needs.loaded_bytes(kept, width) // 4
+    live = (2 + len(problem.accumulated)) * width * needs.words(problem) + kept_words
     # gelu(x + b) -> RMSNorm at 8192 is past the half by an eighth, and faster than in two halves; so is LayerNorm at 12288
     # by a quarter: 89, and 57 by a team
     most = 12 if chunks > 1 and not kept and problem.has_vectors else 9 if chunks > 1 or problem.has_vectors else 4
-    is_half = _itemsize(problem) <= 2 and problem.has_vectors
+    is_half = needs.itemsize(problem) <= 2 and problem.has_vectors
     if (
         kept
         and cols == problem.width == 8192
@@ -206,7 +173,7 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
         # In two blocks, for the want of registers. gelu(x + b) -> RMSNorm: 68, and 53 in one block with c kept;
         # silu(x) * r -> LayerNorm: 81, 79 with 8 warps or in one block, 75 by two programs; RMSNorm * silu(z): 96, 98 and 75
         why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
-        stages = min(3, _stages(device, 1, _loaded_bytes(loads, cols), IN_FLIGHT_BYTES * 3 // 2))
+        stages = min(3, needs.stages(device, 1, needs.loaded_bytes(loads, cols), needs.IN_FLIGHT_BYTES * 3 // 2))
         warps = 8 if len(problem.varying) == 1 else 16
         return Plan(ROW, 1, 4096, warps, device.units, chunks=2, stages=stages, recomputes=True, why=why)
     if live <= device.registers_per_unit * most // 16:
@@ -216,40 +183,13 @@ def backward(problem: BackwardProblem, device: Device) -> Plan:
     if kept and live <= device.registers_per_unit * 5 // 8 and problem.has_vectors:
         # silu(x) * r -> LayerNorm at 8192: 92; 86 with 16 warps, 75 in two halves, 63 by blocks
         why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
-        stages = _stages(device, 1, _loaded_bytes(loads, cols), IN_FLIGHT_BYTES * 3 // 2)
+        stages = needs.stages(device, 1, needs.loaded_bytes(loads, cols), needs.IN_FLIGHT_BYTES * 3 // 2)
         return Plan(ROW, 1, cols, 8, device.units, stages=stages, recomputes=True, why=why)
-    many_sums = len(problem.accumulated) > 2
-    # Of two accumulators, or one and more to keep, in 16 bits: LayerNorm at 14336: 78, 64 with 4096 columns, at 16384: 80
-    # and 75, at 32768: 79 and 76; silu(x) * r -> LayerNorm at 16384: 74 and 71, gelu(x + b) -> RMSNorm 57 and 53,
-    # RMSNorm * silu(z) 83 and 79
-    has_two = len(problem.accumulated) == 2 or (len(problem.accumulated) == 1 and bool(kept))
-    is_narrow = has_two and _itemsize(problem) <= 2 and cols <= LARGEST_TEAM * TEAM_COLS // 2
-    team_cols = TEAM_COLS // 2 if many_sums or is_narrow or _loaded_bytes(loads, 1) > 8 else TEAM_COLS
-    teams_a_unit, team_warps = (2 * TEAMS_A_UNIT, 2) if is_narrow else (TEAMS_A_UNIT, 4)
-    splits = (problem.width if problem.width % team_cols == 0 else cols) // team_cols
-    # Every element is loaded twice
-    stages = min(_stages(device, teams_a_unit, 2 * _loaded_bytes(loads, team_cols), IN_FLIGHT_BYTES * 4), 3)
-    teams = device.units * teams_a_unit // splits
-    if device.backend == "cuda" and 2 <= splits <= LARGEST_TEAM and stages > 1 and teams and _can_exchange(problem):
-        # At 16384 and 65536: RMSNorm 86 and 85, LayerNorm 77 and 76, with a prologue to differentiate in chunks of 1024:
-        # silu(x) * r -> LayerNorm 84 and 83, in chunks of 2048 79 and 76, of 4096 40 and 41, for the want of registers
-        # fp32 at 16384: RMSNorm 92, LayerNorm 88, silu(x) * r -> LayerNorm 93, and 67 with 4096 columns for each program
-        chunks = team_cols // (256 * team_warps) if kept or many_sums else 1
-        why = f"{splits} programs that run at the same time share a row and exchange their sums"
-        return Plan(TEAM, 1, team_cols // chunks, team_warps, teams, splits, chunks, stages, why=why)
+    if team := teams.backward(problem, device, loads):
+        return team
     # Two launches that read everything: 60 is what the bytes allow
     why = f"a row of up to {cols} columns and {len(problem.accumulated)} sums over rows do not fit in registers"
     return Plan(LONG_ROW, 1, 1024, 4, device.units * 4, stages=_walk_stages(loads, 1024, device), why=why)
-
-
-def _kept(problem: BackwardProblem) -> tuple[Operand, ...]:
-    """The operands by which the prologue is differentiated, and the epilogue, where they vary by row."""
-    prologue, epilogue = problem.prologue_vjp.used_inputs, problem.epilogue_vjp.used_inputs
-    return tuple(
-        o
-        for i, o in enumerate(problem.operands)
-        if operand_name(i) in prologue or (operand_name(i) in epilogue and o.axes in TILES)
-    )
 
 
 def _has_whole_rows(problem: Problem) -> bool:
@@ -266,21 +206,23 @@ def _is_short_across(problem: Problem) -> bool:
     return is_across and not problem.has_pieces and problem.norm.is_computed and 1 < problem.cols_class <= SHORT_ROW
 
 
-def _can_exchange(problem: BackwardProblem) -> bool:
-    """Messages are two float32 numbers."""
-    return problem.needs_grad_xhat and problem.has_vectors and problem.compute.itemsize == 4
-
-
 def _row_backward(
     problem: BackwardProblem, device: Device, loads: tuple[Operand, ...], block_cols: int, chunks: int
 ) -> Plan:
-    cols, itemsize = problem.cols_class, _itemsize(problem)
+    cols, itemsize = problem.cols_class, needs.itemsize(problem)
+    if problem.norm.is_by_channel and cols > 512:
+        # There are no sums over rows, but more along them. InstanceNorm of 32 x 320 x 64 x 64: 90, 89 with half as many
+        # programs, 86 with rows in flight and 41 with a lone program
+        warps = max(1, cols * needs.words(problem) // 1024)
+        per_unit = max(1, 32 // warps)
+        why = f"persistent: {per_unit} programs a unit hide each other's reductions"
+        return Plan(ROW, 1, cols, warps, device.units * per_unit, why=why)
     if chunks > 1 and not problem.has_vectors:
         # LayerNorm and RMSNorm at 1023: 79 and 82, at 4095: 73 and 77 (in one block 35 and 39), fp32 98 and 99, at 8191: 49
         # and 53. There is no pipeline: elements are too small for it
-        per_unit = max(1, 8192 // (cols * _words(problem)))
+        per_unit = max(1, 8192 // (cols * needs.words(problem)))
         why = f"elements are moved alone: many threads, a row in {chunks} blocks, {per_unit} programs a unit"
-        warps = min(max(cols * _words(problem) // 512, 1), 16)
+        warps = min(max(cols * needs.words(problem) // 512, 1), 16)
         return Plan(ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, why=why)
     if chunks > 1:
         return _row_backward_by_blocks(problem, device, loads, block_cols, chunks)
@@ -295,28 +237,22 @@ def _row_backward(
         # RMSNorm and LayerNorm at 1024: 93 and 93; at 2048: 97 and 90; at 8192: 97 and 94
         words = 1 if problem.has_vectors or itemsize < 4 else 2  # addresses too need registers
         block_rows, warps = 1, min(cols * words // 512, 16)
-    stage_bytes = _loaded_bytes(loads, block_rows * cols)
+    stage_bytes = needs.loaded_bytes(loads, block_rows * cols)
     tensors = max(1, stage_bytes // (block_rows * cols * itemsize))
-    if (
-        cols == 4096
-        and itemsize == 2
-        and problem.prologue_vjp.used_inputs[:-1]
-        and tensors == 2
-        and problem.has_vectors
-    ):
+    is_half = cols == 4096 and itemsize == 2 and tensors == 2 and problem.has_vectors
+    if is_half and needs.kept(problem):
         # gelu(x + b) -> RMSNorm: 79, 77 with 8 warps, 72 with two programs a unit
         why = "persistent: sums over rows stay in registers; many warps for a long prologue"
-        return Plan(
-            ROW, 1, cols, 16, device.units, stages=_stages(device, 1, stage_bytes, IN_FLIGHT_BYTES * 2), why=why
-        )
-    if cols == 4096 and itemsize == 2 and tensors == 2 and len(problem.accumulated) > 1 and problem.has_vectors:
+        stages = needs.stages(device, 1, stage_bytes, needs.IN_FLIGHT_BYTES * 2)
+        return Plan(ROW, 1, cols, 16, device.units, stages=stages, why=why)
+    if is_half and len(problem.accumulated) > 1:
         # Two accumulators keep one program busy while the other loads: LayerNorm 93, with one program 89; RMSNorm 90, 93
         why = "persistent: one program computes while another loads"
-        return Plan(ROW, 1, cols, 8, device.units * 2, stages=_stages(device, 2, stage_bytes), why=why)
+        return Plan(ROW, 1, cols, 8, device.units * 2, stages=needs.stages(device, 2, stage_bytes), why=why)
     per_unit = max(1, STAGE_BYTES // (2 * block_rows * cols * itemsize))
     # A lone program needs more in flight: silu(x) * r -> LayerNorm at 4096: 99 with 72 KB, 87 with 48
-    in_flight = IN_FLIGHT_BYTES * max(tensors, 2) // 2 if per_unit == 1 else IN_FLIGHT_BYTES
-    stages = _stages(device, per_unit, stage_bytes, in_flight)
+    in_flight = needs.IN_FLIGHT_BYTES * max(tensors, 2) // 2 if per_unit == 1 else needs.IN_FLIGHT_BYTES
+    stages = needs.stages(device, per_unit, stage_bytes, in_flight)
     why = f"persistent: sums over rows stay in registers; {stages - 1} blocks of rows in flight, {per_unit} programs a unit"
     return Plan(ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, why=why)
 
@@ -328,18 +264,18 @@ def _row_backward_by_blocks(
     at 3072: 96 and 98, at 5120: 94 and 93, at 6144: 90 and 94, at 12288: 90 and 93, RMSNorm at 14336: 94; fp32 at 1536: 99
     and 100, at 5120: 94 and 95, at 12288: 93 and 94."""
     width = block_cols * chunks
-    words = width * _itemsize(problem) // 2
+    words = width * needs.itemsize(problem) // 2
     per_unit = 8 if words <= 1024 else 4 if words <= 2560 else 2 if words <= 5120 else 1
     warps = min(max(problem.cols_class // 1024, 2), 16 if width == 16384 else 8)
-    kept = sum(o.axes in TILES for o in _kept(problem))
+    kept = sum(o.axes in TILES for o in needs.kept(problem))
     if kept > 1 and warps == 8:
         warps, per_unit = 4, 2  # silu(x) * r -> LayerNorm at 5120: 96, and 70 where c is kept
     elif warps == 8 and per_unit == 2 and sum(o.axes in TILES for o in loads) > 2:
         warps = 4  # h = x + r -> RMSNorm, both returned, at 5120: 103, and 87 with 8
     recomputes = (kept > 1 and warps == 4 and width > 4096) or width > 8192
-    stage_bytes = max(_loaded_bytes(loads, width), 1)
-    room = (device.shared_bytes // per_unit - SPARE_SHARED_BYTES) // stage_bytes
-    stages = 1 + max(0, min(2, room, -(-2 * IN_FLIGHT_BYTES // (per_unit * stage_bytes))))
+    stage_bytes = max(needs.loaded_bytes(loads, width), 1)
+    room = (device.shared_bytes // per_unit - needs.SPARE_SHARED_BYTES) // stage_bytes
+    stages = 1 + max(0, min(2, room, -(-2 * needs.IN_FLIGHT_BYTES // (per_unit * stage_bytes))))
     why = f"persistent: sums over rows stay in registers, a row in {chunks} blocks; {per_unit} programs a unit"
     return Plan(
         ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, stages=stages, recomputes=recomputes, why=why
@@ -360,7 +296,7 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     is_joint = plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
     plan = replace(plan, tasks=JOINT if is_joint else LAST)
     is_forward = isinstance(problem, ForwardProblem)
-    if plan.chunks == 0 and plan.block_cols == 64 and is_forward and _itemsize(problem) == 4 and not is_joint:
+    if plan.chunks == 0 and plan.block_cols == 64 and is_forward and needs.itemsize(problem) == 4 and not is_joint:
         # BatchNorm of 256 x 64 x 112 x 112, channels last, fp32: 403 us, with the tiles of first tasks 415
         return replace(plan, block_cols=16, programs=8 * device.units, stages=min(plan.stages, 3))
     return plan
@@ -377,7 +313,7 @@ def _count_tiles(problem: ForwardProblem | BackwardProblem) -> int:
 def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     """Tiles of lines, wide where memory runs along a line, tall where it runs across lines."""
     lead = next(o for o in problem.operands if o.axes == FULL)
-    cols, words = problem.cols_class, _words(problem)
+    cols, words = problem.cols_class, needs.words(problem)
     loads, tensors = _loads(problem), _count_tiles(problem)
     sums = len(problem.reduced) if isinstance(problem, BackwardProblem) else 0
     if device.is_interpreter:  # few programs, which run one after another
@@ -389,7 +325,7 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         # Evaluation reads four numbers for each line beside: its backward would not fit in registers
         is_light = problem.has_tasks and tensors <= 2 and sums <= 2
         block_cols, per_unit = (min(cols, 64), 2) if is_light else (min(cols, 32), 3)
-        if is_light and sums and _itemsize(problem) == 4:
+        if is_light and sums and needs.itemsize(problem) == 4:
             per_unit = 3  # not faster, but sums of fewer numbers are more accurate
         block_rows = (4096 if is_light else 2048) // words // block_cols
         # By how many programs the columns of GroupNorm are shared must not depend on the number of samples
@@ -406,9 +342,9 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         elements = 4096 if problem.has_vectors else 2048
         block_rows = max(1, elements // words // cols)
         is_light = tensors <= 2 and words == 1 and problem.has_vectors
-        tile_bytes = max(_loaded_bytes(loads, block_rows * cols), 1)
+        tile_bytes = max(needs.loaded_bytes(loads, block_rows * cols), 1)
         ahead, held = AHEAD_BYTES // tile_bytes, device.cache_bytes // 2 // tile_bytes
-        warps = 2 if is_light and (tensors == 1 or _itemsize(problem) == 4) else 4
+        warps = 2 if is_light and (tensors == 1 or needs.itemsize(problem) == 4) else 4
         return Plan(COLUMN_PATTERN, block_rows, cols, warps, ahead=ahead, held=held, streams=True, why=why)
     # BatchNorm of 256 x 64 x 112 x 112 fp16, forward and backward: 63 and 61, with one line of 2048 columns 63 and 60
     block_rows, block_cols = 2, 1024 // words
@@ -419,8 +355,8 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
 
 def _walk_depth(loads: tuple[Operand, ...], elements: int, per_unit: int, device: Device) -> int:
     """As many stages as shared memory has room for."""
-    stage_bytes = max(_loaded_bytes(loads, elements), 1)
-    return 1 + max(0, (device.shared_bytes // per_unit - SPARE_SHARED_BYTES) // stage_bytes)
+    stage_bytes = max(needs.loaded_bytes(loads, elements), 1)
+    return 1 + max(0, (device.shared_bytes // per_unit - needs.SPARE_SHARED_BYTES) // stage_bytes)
 
 
 def line_sum(problem: BackwardProblem, device: Device) -> Plan:
@@ -448,22 +384,13 @@ def _largest_row(problem: ForwardProblem) -> int:
     """Columns of a row that one program holds in registers. Half as many fit where rows do not begin at multiples of 16
     bytes, so that every element has an address of its own, and where the mean is corrected."""
     is_tight = not problem.has_vectors or (problem.norm.is_centered and problem.has_long_mantissas)
-    return (8192 if is_tight else 16384) // _words(problem)
-
-
-def _stages(device: Device, per_unit: int, stage_bytes: int, in_flight: int = IN_FLIGHT_BYTES) -> int:
-    """Enough stages for the bytes in flight, as far as shared memory has room; n of them keep n - 1 in flight."""
-    if stage_bytes == 0:  # nothing varies by row and column alike
-        return 1
-    wanted = min(max(-(-in_flight // (per_unit * stage_bytes)), 1), 3)
-    room = (device.shared_bytes // per_unit - SPARE_SHARED_BYTES) // stage_bytes
-    return 1 + max(0, min(wanted, room))
+    return (8192 if is_tight else 16384) // needs.words(problem)
 
 
 def _walk_stages(operands: tuple[Operand, ...], block_cols: int, device: Device) -> int:
     """A walk loads the columns' operands anew for each block, so its stages are larger; three pay if they fit."""
     columns = sum(o.dtype.itemsize for o in operands if o.axes == COLUMN) * block_cols
-    needed = 2 * (_loaded_bytes(operands, block_cols) + columns) + SPARE_SHARED_BYTES
+    needed = 2 * (needs.loaded_bytes(operands, block_cols) + columns) + needs.SPARE_SHARED_BYTES
     return 3 if device.shared_bytes >= max(160 * 1024, needed) else 1
 
 
@@ -474,17 +401,4 @@ def _live_words(problem: ForwardProblem) -> float:
     columns = [
         o for i, o in enumerate(problem.operands) if o.axes == COLUMN and o not in varying and operand_name(i) in read
     ]
-    return _words(problem) + sum(o.dtype.itemsize for o in (*varying, *columns)) / 4
-
-
-def _loaded_bytes(operands: tuple[Operand, ...], elements: int) -> int:
-    return sum(operand.dtype.itemsize for operand in operands if is_varying(operand)) * elements
-
-
-def _itemsize(problem: Problem) -> int:
-    return max((operand.dtype.itemsize for operand in problem.varying), default=4)
-
-
-def _words(problem: Problem) -> int:
-    """Registers that one value takes."""
-    return problem.compute.itemsize // 4
+    return needs.words(problem) + sum(o.dtype.itemsize for o in (*varying, *columns)) / 4

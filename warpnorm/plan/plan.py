@@ -27,7 +27,7 @@ class Plan:
     for it (`row`, forward, a program for each block of rows).
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
     `per_unit`: so many programs of a team must fit on a multiprocessor, if not 0: they have no more registers than that
-    leaves (`team`, forward).
+    leaves (`team`).
     `why`: what the choice followed from; it makes no difference between plans."""
 
     pattern: str

@@ -1,0 +1,104 @@
+"""Plans of pattern `team`: how many programs share a row that does not fit in the registers of one. Percentages are of copy
+speed, bf16 unless said, measured on an H200."""
+
+from typing import NamedTuple
+
+from warpnorm.plan import needs
+from warpnorm.plan.device import Device
+from warpnorm.plan.plan import TEAM, Plan
+from warpnorm.problem import VECTOR_BYTES, BackwardProblem, ForwardProblem, Operand, Problem
+
+LARGEST_TEAM = 64  # programs
+IN_FLIGHT_BYTES = 4 * needs.IN_FLIGHT_BYTES  # on one multiprocessor: every element is loaded twice
+MOST_STAGES = 3
+
+
+class Part(NamedTuple):
+    """What one program of a team has of a row, in how many blocks, with how many warps; and how many programs a
+    multiprocessor has."""
+
+    cols: int
+    warps: int
+    per_unit: int
+    chunks: int
+
+
+def forward(problem: ForwardProblem, device: Device) -> Plan | None:
+    """Every element is computed twice: silu(x) * r -> LayerNorm at 32768 is walked by one program, 61, and 52 by a team."""
+    is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
+    if not problem.has_vectors:
+        # At 50257: RMSNorm 54, LayerNorm 43, walked by one program 38 and 34; fp32 74 and 69, 47 and 36
+        part = Part(2048, 4, 5, 1) if is_half and not is_centered else Part(4096, 4 if is_centered else 8, 3, 1)
+    else:
+        # 16 KB of a row. LayerNorm and RMSNorm at 131072: 76 and 83, at 262144: 75 and 83, walked by one program 59 and 61,
+        # 54 and 56; with the part held in registers from its first visit to the second 61 and 82. fp32 at 65536: 88 and
+        # 91, walked 63 and 68
+        warps = 4 if is_centered and is_half else 8
+        chunks = 16384 // (warps * device.warp_size * VECTOR_BYTES)
+        per_unit = 3 if is_centered and not is_half else 2
+        part = Part(16384 // needs.itemsize(problem), warps, per_unit, chunks)
+    return _plan(problem, device, problem.operands, part, -(-problem.width // part.cols), "statistics", recomputes=True)
+
+
+def backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...]) -> Plan | None:
+    part = _backward_part(problem, loads)
+    if part is None:
+        return None
+    splits = (problem.width if problem.width % part.cols == 0 else problem.cols_class) // part.cols
+    return _plan(problem, device, loads, part, splits, "sums")
+
+
+def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part | None:
+    cols, sums = problem.cols_class, len(problem.accumulated)
+    kept, is_half = needs.kept(problem), needs.itemsize(problem) <= 2
+    is_heavy = bool(kept) or sums > 2
+    loaded = needs.loaded_bytes(loads, 1)
+    if not problem.needs_grad_xhat or (is_heavy and not problem.has_vectors):
+        return None
+    if not problem.has_vectors:
+        # At 50257: RMSNorm 46, LayerNorm 40, by blocks of columns 36 and 37; fp32 71 and 65, 46 and 46
+        return Part(2048, 4, 3, 1)
+    if is_half and (sums == 2 or (sums == 1 and kept)) and cols <= 65536:
+        # LayerNorm at 14336: 78, 64 with 4096 columns, at 16384: 80 and 75, at 32768: 79 and 76; silu(x) * r -> LayerNorm at
+        # 16384: 74 and 71, gelu(x + b) -> RMSNorm 57 and 53, RMSNorm * silu(z) 83 and 79
+        return Part(2048, 2, 4, 4 if is_heavy else 1)
+    if not is_heavy and sums <= 1 and is_half and loaded <= 4:
+        # RMSNorm at 32768: 93, at 65536, 131072 and 262144: 88, 87 and 78; with two programs a unit and one block each 84,
+        # 82, 79 and 67
+        return Part(2048, 2, 6, 4) if cols <= 32768 else Part(4096, 4, 3, 4)
+    if not is_heavy and not is_half and loaded <= 8 and cols <= 2048 * LARGEST_TEAM:
+        # fp32 at 16384 and 65536: RMSNorm 95 and 92, LayerNorm 92 and 87; with 4096 columns and 4 warps 93 and 88, 86 and 82
+        return Part(2048, 2, 4, 2)
+    if is_heavy or loaded > 8:
+        # In chunks of 1024: silu(x) * r -> LayerNorm at 16384 and 65536 84 and 83, of 2048 79 and 76, of 4096 40 and 41, for
+        # the want of registers; fp32 at 16384: 93, and 67 with 4096 columns for each program
+        team_cols = 2048 if sums > 2 or loaded > 8 else 4096
+        return Part(team_cols, 4, 2, team_cols // 1024 if is_heavy else 1)
+    # LayerNorm at 131072: 68, and 61 with 2048 columns; at 262144: 59, and 54 in one block
+    return Part(4096, 4, 2, 1 if cols <= 131072 else 4)
+
+
+def _plan(
+    problem: Problem,
+    device: Device,
+    loads: tuple[Operand, ...],
+    part: Part,
+    splits: int,
+    what: str,
+    recomputes: bool = False,
+) -> Plan | None:
+    """Messages are two float32 numbers; all programs of a team run at the same time."""
+    if device.backend != "cuda" or needs.words(problem) > 1 or not 2 <= splits <= LARGEST_TEAM:
+        return None
+    teams = device.units * part.per_unit // splits
+    stages = 1  # elements that are moved alone are too small for a pipeline
+    if problem.has_vectors:
+        stages = needs.stages(device, part.per_unit, 2 * needs.loaded_bytes(loads, part.cols), IN_FLIGHT_BYTES)
+        stages = min(stages, MOST_STAGES)
+    if teams == 0 or (problem.has_vectors and stages == 1):
+        return None
+    why = f"{splits} programs that run at the same time share a row and exchange its {what}"
+    return Plan(
+        TEAM, 1, part.cols // part.chunks, part.warps, teams, splits, part.chunks, stages,
+        recomputes=recomputes, per_unit=part.per_unit, why=why,
+    )  # fmt: skip

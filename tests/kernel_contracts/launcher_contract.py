@@ -267,7 +267,8 @@ def test_threads(quick: Quick, device: str) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert quick.found == 201
+    most = 4 if device == "cuda" else 0  # first calls of threads that have no context of CUDA yet, which are Python's
+    assert 201 - most <= quick.found <= 201
 
 
 def test_modules(quick: Quick, device: str) -> None:

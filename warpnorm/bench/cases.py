@@ -52,6 +52,13 @@ def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor)
     return F.rms_norm(h, h.shape[-1:], weight, EPS), h
 
 
+def _add_layer_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    h = x + residual
+    return F.layer_norm(h, h.shape[-1:], weight, bias, EPS), h
+
+
 def _swish_layer_norm(x: torch.Tensor, r: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(F.silu(x) * r, x.shape[-1:], weight, bias, EPS)
 
@@ -140,6 +147,7 @@ def _scaled(xhat: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
 RMS = Workload("rms_norm", _rms_norm, 1, 1, 2, 3)
 LAYER = Workload("layer_norm", _layer_norm, 1, 2, 2, 3)
 ADD_RMS = Workload("add_rms_norm", _add_rms_norm, 2, 1, 4, 4)
+ADD_LAYER = Workload("add_layer_norm", _add_layer_norm, 2, 2, 4, 4)
 SWISH_LAYER = Workload("swish_layer_norm", _swish_layer_norm, 2, 2, 3, 5)
 GELU_RMS = Workload("gelu_rms_norm", _gelu_rms_norm, 1, 2, 2, 3)
 GATED_RMS = Workload("gated_rms_norm", _gated_rms_norm, 2, 1, 3, 5)
@@ -215,6 +223,7 @@ SMALL_WIDTHS = (256, 512, 1024, 2048, 4096)
 
 FUSED = (
     (ADD_RMS, "the residual stream before each norm of a language model"),
+    (ADD_LAYER, "the same of a vision transformer"),
     (SWISH_LAYER, "a gate and a norm"),
     (GELU_RMS, "an activation with a bias, and a norm"),
     (GATED_RMS, "a norm and a gate, of state space models"),

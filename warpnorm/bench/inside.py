@@ -19,9 +19,8 @@ from warpnorm.version import VERSION
 WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
-        cases.LAYER, cases.RMS, cases.BATCH, cases.GROUP, cases.INSTANCE, cases.ADD_RMS, cases.SWISH_LAYER, cases.GELU_RMS,
-        cases.GATED_RMS,
-        cases.GROUP_SILU, cases.ADD_BATCH_RELU,
+        cases.LAYER, cases.RMS, cases.BATCH, cases.GROUP, cases.INSTANCE, cases.ADD_RMS, cases.ADD_LAYER,
+        cases.SWISH_LAYER, cases.GELU_RMS, cases.GATED_RMS, cases.GROUP_SILU, cases.ADD_BATCH_RELU,
     )
 }  # fmt: skip
 

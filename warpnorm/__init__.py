@@ -16,6 +16,7 @@ from warpnorm.errors import (
 from warpnorm.explain import explain
 from warpnorm.functional import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from warpnorm.fuse import fuse
+from warpnorm.integrate.patch import patch, unpatch
 from warpnorm.version import VERSION
 
 __version__ = VERSION
@@ -34,5 +35,7 @@ __all__ = [
     "instance_norm",
     "layer_norm",
     "nn",
+    "patch",
     "rms_norm",
+    "unpatch",
 ]

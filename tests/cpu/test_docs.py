@@ -308,7 +308,7 @@ RAISES = "try:\n    float('x')\nexcept ValueError as error:\n    print(error)"
 LIES = [
     Lie("raises", fenced("python", "1 / 0"), check_blocks),
     Lie("fails", fenced("python", "assert 1 == 2"), check_blocks),
-    Lie("no_such_name", fenced("python", "import warpnorm\nwarpnorm.patch"), check_blocks),
+    Lie("no_such_name", fenced("python", "import warpnorm\nwarpnorm.swap"), check_blocks),
     Lie("no_namespace", fenced("python", "x = 1\ndel x") + fenced("python", "x"), check_blocks),
     Lie("prints_else", fenced("python", "print(1)") + fenced("text output", "2"), check_blocks),
     Lie("prints_more", fenced("python", "print(1, 2)") + fenced("text output", "1"), check_blocks),

@@ -1,8 +1,45 @@
-"""Drop-in modules: PyTorch's own classes with the same arguments, parameters and state_dict, run by warpnorm."""
+"""Drop-in modules: PyTorch's own classes with the same arguments, parameters and state_dict, run by warpnorm. Those with
+something fused around them are of `blocks.py`."""
 
 import torch
 
 from warpnorm import functional
+from warpnorm.blocks import (
+    AdaLayerNorm,
+    AddLayerNorm,
+    AddRMSNorm,
+    BatchNormReLU2d,
+    GatedRMSNorm,
+    GroupNormSiLU,
+    QKNorm,
+    RMSNormFloat8,
+)
+
+__all__ = [
+    "AdaLayerNorm",
+    "AddLayerNorm",
+    "AddRMSNorm",
+    "BatchNorm1d",
+    "BatchNorm2d",
+    "BatchNorm3d",
+    "BatchNormReLU2d",
+    "GatedRMSNorm",
+    "GroupNorm",
+    "GroupNormSiLU",
+    "InstanceNorm1d",
+    "InstanceNorm2d",
+    "InstanceNorm3d",
+    "LayerNorm",
+    "LazyBatchNorm1d",
+    "LazyBatchNorm2d",
+    "LazyBatchNorm3d",
+    "LazyInstanceNorm1d",
+    "LazyInstanceNorm2d",
+    "LazyInstanceNorm3d",
+    "QKNorm",
+    "RMSNorm",
+    "RMSNormFloat8",
+]
 
 
 class LayerNorm(torch.nn.LayerNorm):

@@ -2,6 +2,7 @@
 
 from kernel_contracts.accuracy_contract import *  # noqa: F403
 from kernel_contracts.behaviour_contract import *  # noqa: F403
+from kernel_contracts.blocks_contract import *  # noqa: F403
 from kernel_contracts.fuse_at_hand_contract import *  # noqa: F403
 from kernel_contracts.fuse_behaviour_contract import *  # noqa: F403
 from kernel_contracts.fuse_contract import *  # noqa: F403

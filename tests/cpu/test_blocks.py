@@ -1,0 +1,112 @@
+"""The ready-made modules: what they compute is a contract; here is what else modules do."""
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import warpnorm
+from kernel_contracts.blocks_contract import *  # noqa: F403
+from kernel_contracts.blocks_contract import BLOCKS, COLS, given_to, random_parameters, results
+from warpnorm.errors import InputError
+
+
+@pytest.fixture
+def device() -> str:
+    return "cpu"
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_copies_pickles_and_state(name: str) -> None:
+    module = BLOCKS[name].make()
+    random_parameters(module)
+    given = given_to(BLOCKS[name], "cpu", torch.float32)
+    before = copy.deepcopy(module)
+    right = results(module, module, given)
+    buffer = io.BytesIO()
+    torch.save(before, buffer)
+    buffer.seek(0)
+    loaded = BLOCKS[name].make()
+    loaded.load_state_dict(before.state_dict())
+    for twin in (pickle.loads(pickle.dumps(before)), torch.load(buffer, weights_only=False), loaded, before):
+        assert all(a.equal(b) for a, b in zip(results(twin, twin, given), right, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if not name.startswith(("batch", "group"))])
+def test_they_are_one_launch_and_a_small_sum(name: str) -> None:
+    """Of norms over rows; by channel there are as many as the norm alone has."""
+    module = BLOCKS[name].make()
+    given = [t.requires_grad_() for t in given_to(BLOCKS[name], "cpu", torch.float32)]
+    fused = module._normalize if name == "qk" else module.forward
+    given = [given[0][..., :3, :]] if name == "qk" else given
+    found = warpnorm.explain(fused, *given, target="sm_90")
+    assert len(found.forward.launches) == 1
+    assert found.backward is not None
+    assert [launch for launch, _ in found.backward.launches][1:] in ([], ["column_sum_kernel"])
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_they_compile_whole(name: str) -> None:
+    module = BLOCKS[name].make().eval()
+    given = given_to(BLOCKS[name], "cpu", torch.float32)
+    right, found = module(*given), torch.compile(module, fullgraph=True, backend="eager")(*given)
+    torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("kind", [warpnorm.nn.AddLayerNorm, warpnorm.nn.AddRMSNorm])
+def test_dropout(kind: Any) -> None:
+    module = kind(COLS, dropout=0.25)
+    x, residual = torch.ones(400, COLS, requires_grad=True), torch.zeros(400, COLS)
+    torch.manual_seed(0)
+    output, h = module(x, residual)
+    assert h.unique().tolist() == pytest.approx([0.0, 1 / 0.75])
+    assert abs((h == 0).float().mean().item() - 0.25) < 0.02
+    h.sum().backward()
+    torch.testing.assert_close(x.grad, h.detach())
+    module.eval()
+    assert module(x, residual)[1].equal(x)
+    assert "dropout=0.25" in repr(module)
+    assert output.shape == x.shape
+
+
+def test_running_statistics_are_those_of_batch_norm() -> None:
+    ours, theirs = warpnorm.nn.BatchNormReLU2d(8), torch.nn.BatchNorm2d(8)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = torch.randn(4, 8, 5, 5)
+        torch.testing.assert_close(ours(x), F.relu(theirs(x)))
+    for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+def test_packed_heads_are_not_copied() -> None:
+    module = warpnorm.nn.QKNorm(16, q_heads=4, k_heads=2)
+    packed = torch.randn(2, 5, 8 * 16)
+    q, k, v = module(packed.view(2, 5, 8, 16))
+    assert (q.shape, k.shape, v.shape) == ((2, 5, 4, 16), (2, 5, 2, 16), (2, 5, 2, 16))
+    assert v.data_ptr() == packed.data_ptr() + 6 * 16 * 4
+    assert list(module.state_dict()) == ["q_weight", "k_weight"]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: warpnorm.nn.AddRMSNorm(8, dropout=1.0), "less than 1, but it is 1.0"),
+        (lambda: warpnorm.nn.AddLayerNorm(8, dropout=-0.5), "at least 0"),
+        (lambda: warpnorm.nn.AdaLayerNorm((2, 8)), "one dimension"),
+        (lambda: warpnorm.nn.RMSNormFloat8(8, float8=torch.float16), "torch.float8_e4m3fn"),
+        (lambda: warpnorm.nn.QKNorm(8, 2, 2)(torch.ones(3, 3, 8)), "at least 4 heads, but input has shape (3, 3, 8)"),
+        (lambda: warpnorm.nn.QKNorm(8, 2, 2)(torch.ones(3, 6, 4)), "(..., heads, 8)"),
+        (lambda: warpnorm.nn.BatchNormReLU2d(8)(torch.ones(3, 8)), "expected 4D input"),
+    ],
+    ids=range(7),
+)
+def test_what_cannot_be_is_refused(make: Any, says: str) -> None:
+    with pytest.raises((InputError, ValueError)) as caught:
+        make()
+    assert says in str(caught.value)

@@ -1,0 +1,186 @@
+"""Ready-made modules of what is fused most often, each a norm of PyTorch's with something around it, as one kernel: a few
+lines under `fuse`. Parameters and their names are those of the norm; `nn.py` has them beside the drop-in modules."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from warpnorm.errors import InputError
+from warpnorm.fuse import fuse
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class AddLayerNorm(torch.nn.LayerNorm):
+    """h = residual + dropout(x); returns `(layer_norm(h), h)`: what a residual stream needs between two blocks. The
+    arguments are those of `torch.nn.LayerNorm`; `dropout` is the probability of an element to be zero in training."""
+
+    def __init__(self, normalized_shape: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(normalized_shape, *args, **kwargs)
+        self.dropout = _probability(dropout)
+
+    @fuse
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Pair:
+        if self.dropout > 0.0 and self.training:
+            x = F.dropout(x, self.dropout)
+        h = residual + x
+        return F.layer_norm(h, self.normalized_shape, self.weight, self.bias, self.eps), h
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+class AddRMSNorm(torch.nn.RMSNorm):
+    """h = residual + dropout(x); returns `(rms_norm(h), h)`. The arguments are those of `torch.nn.RMSNorm`; `dropout` is the
+    probability of an element to be zero in training."""
+
+    def __init__(self, normalized_shape: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(normalized_shape, *args, **kwargs)
+        self.dropout = _probability(dropout)
+
+    @fuse
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Pair:
+        if self.dropout > 0.0 and self.training:
+            x = F.dropout(x, self.dropout)
+        h = residual + x
+        return F.rms_norm(h, self.normalized_shape, self.weight, self.eps), h
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+class GatedRMSNorm(torch.nn.RMSNorm):
+    """`rms_norm(x) * silu(gate)`, or with `norm_before_gate=False` `rms_norm(x * silu(gate))`, as in Mamba2. The other
+    arguments are those of `torch.nn.RMSNorm`."""
+
+    def __init__(self, normalized_shape: Any, *args: Any, norm_before_gate: bool = True, **kwargs: Any) -> None:
+        super().__init__(normalized_shape, *args, **kwargs)
+        self.norm_before_gate = norm_before_gate
+
+    @fuse
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if self.norm_before_gate:
+            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps) * F.silu(gate)
+        return F.rms_norm(x * F.silu(gate), self.normalized_shape, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, norm_before_gate={self.norm_before_gate}"
+
+
+class AdaLayerNorm(torch.nn.LayerNorm):
+    """`layer_norm(x) * (1 + scale) + shift`, where each sample has a scale and a shift of its own, as in a diffusion
+    transformer: x is (samples, ..., cols), scale and shift are (samples, cols). There are no parameters unless
+    `elementwise_affine=True` asks for them."""
+
+    def __init__(
+        self, normalized_shape: int, eps: float = 1e-5, elementwise_affine: bool = False, bias: bool = True,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        if len(self.normalized_shape) > 1:
+            raise InputError(f"AdaLayerNorm: normalizes over one dimension, but normalized_shape is {normalized_shape}")
+
+    @fuse
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        between = (1,) * (x.ndim - 2)
+        scale = scale.view(scale.shape[0], *between, scale.shape[-1])
+        shift = shift.view(shift.shape[0], *between, shift.shape[-1])
+        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps) * (1 + scale) + shift
+
+
+class BatchNormReLU2d(torch.nn.BatchNorm2d):
+    """`relu(batch_norm(x))`, or with a residual `relu(batch_norm(x) + residual)`, in training and evaluation; the arguments
+    are those of `torch.nn.BatchNorm2d`."""
+
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        self._check_input_dim(input)
+        return self._alone(input) if residual is None else self._with(input, residual)
+
+    @fuse
+    def _alone(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(torch.nn.BatchNorm2d.forward(self, x))
+
+    @fuse
+    def _with(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return F.relu(torch.nn.BatchNorm2d.forward(self, x) + residual)
+
+
+class GroupNormSiLU(torch.nn.GroupNorm):
+    """`silu(group_norm(x))`, as before each convolution of a diffusion U-Net; the arguments are those of
+    `torch.nn.GroupNorm`."""
+
+    @fuse
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return F.silu(F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps))
+
+
+class QKNorm(torch.nn.Module):
+    """RMSNorm of the queries and keys of packed attention, over each head, by one kernel and without a copy: x is
+    (..., heads of q + heads of k + heads of v, head_dim), contiguous or not. Returns `(q, k, v)`; v is a view of x. q and k
+    have a weight each, `q_weight` and `k_weight`, of head_dim."""
+
+    is_query: torch.Tensor
+
+    def __init__(
+        self, head_dim: int, q_heads: int, k_heads: int, eps: float = 1e-6,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.head_dim, self.q_heads, self.k_heads, self.eps = head_dim, q_heads, k_heads, eps
+        self.q_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
+        self.k_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
+        is_query = torch.arange(q_heads + k_heads, device=device)[:, None] < q_heads
+        self.register_buffer("is_query", is_query, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        count = self.q_heads + self.k_heads
+        if x.ndim < 2 or x.shape[-1] != self.head_dim or x.shape[-2] < count:
+            raise InputError(
+                f"QKNorm: takes (..., heads, {self.head_dim}) with at least {count} heads, but input has shape "
+                f"{tuple(x.shape)}"
+            )
+        normalized = self._normalize(x[..., :count, :])
+        return normalized[..., : self.q_heads, :], normalized[..., self.q_heads :, :], x[..., count:, :]
+
+    @fuse
+    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
+        weight = torch.where(self.is_query, self.q_weight, self.k_weight)
+        return F.rms_norm(x, x.shape[-1:], None, self.eps) * weight
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, q_heads={self.q_heads}, k_heads={self.k_heads}, eps={self.eps}"
+
+
+class RMSNormFloat8(torch.nn.RMSNorm):
+    """`rms_norm(x) / scale` in float8, for a scale that is known beforehand, a tensor of one number: values that float8 does
+    not have become the nearest that it has. The other arguments are those of `torch.nn.RMSNorm`. For inference: there is
+    no gradient."""
+
+    def __init__(
+        self, normalized_shape: Any, *args: Any, float8: torch.dtype = torch.float8_e4m3fn, **kwargs: Any
+    ) -> None:
+        super().__init__(normalized_shape, *args, **kwargs)
+        if float8 not in FLOAT8:
+            raise InputError(f"RMSNormFloat8: float8 is one of {', '.join(map(str, FLOAT8))}, but it is {float8}")
+        self.float8 = float8
+        self.largest = torch.finfo(float8).max
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return self._quantized(x, scale)
+
+    @fuse
+    def _quantized(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        y = F.rms_norm(x, self.normalized_shape, self.weight, self.eps) / scale
+        return y.clamp(-self.largest, self.largest).to(self.float8)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, float8={self.float8}"
+
+
+def _probability(dropout: float) -> float:
+    if not 0.0 <= dropout < 1.0:
+        raise InputError(f"dropout is a probability of at least 0 and less than 1, but it is {dropout}")
+    return dropout

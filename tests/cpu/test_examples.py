@@ -14,7 +14,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TRAINING = ("gpt", "resnet")  # longer ones, of which `training.py` is a part
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in (*TRAINING, "training"))
 LONGEST_EXAMPLE = 60  # lines
 every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
@@ -28,6 +29,14 @@ def load(path: Path) -> ModuleType:
     return module
 
 
+def run(path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    unset = ("WARPNORM_ROUTE", "TRITON_INTERPRET")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, path, *arguments]
+    return subprocess.run(command, env=environment, cwd=ROOT.parent, capture_output=True, text=True, check=False)
+
+
 def test_the_four_uses_are_there() -> None:
     names = [path.stem for path in EXAMPLES]
     assert names == ["image_preprocessing", "own_norm", "residual_norm", "swish_layer_norm"]
@@ -35,12 +44,7 @@ def test_the_four_uses_are_there() -> None:
 
 @every_example
 def test_runs_and_agrees(path: Path) -> None:
-    unset = ("WARPNORM_ROUTE", "TRITON_INTERPRET")
-    environment = {name: value for name, value in os.environ.items() if name not in unset}
-    environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(
-        [sys.executable, path], env=environment, cwd=ROOT.parent, capture_output=True, text=True, check=False
-    )
+    ran = run(path)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "on cpu" in ran.stdout
     found = re.search(r"largest difference to plain PyTorch.*: (\S+e[+-]\d+)", ran.stdout)
@@ -67,3 +71,24 @@ def test_is_short_and_says_what_it_shows(path: Path) -> None:
     assert len(text.splitlines()) < LONGEST_EXAMPLE
     assert len(ast.get_docstring(ast.parse(text)) or "") > 100
     assert "sys.exit(main())" in text
+
+
+@pytest.mark.parametrize(("name", "norms"), [("gpt", ("fused",)), ("resnet", ("warpnorm",))])
+def test_training(name: str, norms: tuple[str, ...]) -> None:
+    ran = run(ROOT / "examples" / f"{name}.py", "--steps", "6", "--norms", *norms)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    rows = [line.split("│")[1:-1] for line in ran.stdout.splitlines() if line.startswith("│")]
+    assert tuple(row[0].strip() for row in rows) == norms
+    for _norms, first, last, ms, peak in rows:
+        assert float(last) < float(first)
+        assert min(float(ms), float(peak)) > 0
+    assert "6/6" in ran.stderr
+    if "warpnorm" in norms:
+        assert "swapped 7 of 7 norms" in ran.stderr
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_refuses(name: str) -> None:
+    ran = run(ROOT / "examples" / f"{name}.py", "--steps", "2")
+    assert ran.returncode == 2
+    assert "at least 4" in ran.stderr

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from warpnorm import pipeline
 from warpnorm.errors import InputError
 from warpnorm.fuse import fuse
 
@@ -92,10 +93,15 @@ class AdaLayerNorm(torch.nn.LayerNorm):
 
 class BatchNormReLU2d(torch.nn.BatchNorm2d):
     """`relu(batch_norm(x))`, or with a residual `relu(batch_norm(x) + residual)`, in training and evaluation; the arguments
-    are those of `torch.nn.BatchNorm2d`."""
+    are those of `torch.nn.BatchNorm2d`. With `momentum=None`, where each batch counts less than the one before, training
+    takes PyTorch's operators one after another. `torch.nn.SyncBatchNorm.convert_sync_batchnorm` takes it for a BatchNorm
+    alone and would drop the rest."""
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         self._check_input_dim(input)
+        if self.momentum is None and self.training and self.track_running_stats:
+            normalized = super().forward(input)
+            return F.relu(normalized if residual is None else normalized + residual)
         return self._alone(input) if residual is None else self._with(input, residual)
 
     @fuse
@@ -118,10 +124,8 @@ class GroupNormSiLU(torch.nn.GroupNorm):
 
 class QKNorm(torch.nn.Module):
     """RMSNorm of the queries and keys of packed attention, over each head, by one kernel and without a copy: x is
-    (..., heads of q + heads of k + heads of v, head_dim), contiguous or not. Returns `(q, k, v)`; v is a view of x. q and k
-    have a weight each, `q_weight` and `k_weight`, of head_dim."""
-
-    is_query: torch.Tensor
+    (..., heads of q + heads of k + heads of v, head_dim), contiguous or not. Returns `(q, k, v)` in the dtype of x; v is a
+    view of it. q and k have a weight each, `q_weight` and `k_weight`, of head_dim."""
 
     def __init__(
         self, head_dim: int, q_heads: int, k_heads: int, eps: float = 1e-6,
@@ -131,8 +135,7 @@ class QKNorm(torch.nn.Module):
         self.head_dim, self.q_heads, self.k_heads, self.eps = head_dim, q_heads, k_heads, eps
         self.q_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
         self.k_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
-        is_query = torch.arange(q_heads + k_heads, device=device)[:, None] < q_heads
-        self.register_buffer("is_query", is_query, persistent=False)
+        self._known: dict[torch.device, torch.Tensor] = {}  # which heads are queries; no buffer, which could be emptied
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = self.q_heads + self.k_heads
@@ -141,13 +144,21 @@ class QKNorm(torch.nn.Module):
                 f"QKNorm: takes (..., heads, {self.head_dim}) with at least {count} heads, but input has shape "
                 f"{tuple(x.shape)}"
             )
-        normalized = self._normalize(x[..., :count, :])
+        normalized = self._normalize(x[..., :count, :], self._is_query(x.device))
         return normalized[..., : self.q_heads, :], normalized[..., self.q_heads :, :], x[..., count:, :]
 
+    def _is_query(self, device: torch.device) -> torch.Tensor:
+        found = None if torch.compiler.is_compiling() else self._known.get(device)
+        if found is None:
+            found = torch.arange(self.q_heads + self.k_heads, device=device)[:, None] < self.q_heads
+            if not torch.compiler.is_compiling() and not pipeline.is_seen_through((found,)):
+                self._known[device] = found
+        return found
+
     @fuse
-    def _normalize(self, x: torch.Tensor) -> torch.Tensor:
-        weight = torch.where(self.is_query, self.q_weight, self.k_weight)
-        return F.rms_norm(x, x.shape[-1:], None, self.eps) * weight
+    def _normalize(self, x: torch.Tensor, is_query: torch.Tensor) -> torch.Tensor:
+        weight = torch.where(is_query, self.q_weight, self.k_weight)
+        return (F.rms_norm(x, x.shape[-1:], None, self.eps) * weight).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, q_heads={self.q_heads}, k_heads={self.k_heads}, eps={self.eps}"

@@ -42,7 +42,7 @@ def test_they_are_one_launch_and_a_small_sum(name: str) -> None:
     module = BLOCKS[name].make()
     given = [t.requires_grad_() for t in given_to(BLOCKS[name], "cpu", torch.float32)]
     fused = module._normalize if name == "qk" else module.forward
-    given = [given[0][..., :3, :]] if name == "qk" else given
+    given = [given[0][..., :3, :], module._is_query(given[0].device)] if name == "qk" else given
     found = warpnorm.explain(fused, *given, target="sm_90")
     assert len(found.forward.launches) == 1
     assert found.backward is not None
@@ -82,6 +82,29 @@ def test_running_statistics_are_those_of_batch_norm() -> None:
     for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
         torch.testing.assert_close(a, b)
     assert list(ours.state_dict()) == list(theirs.state_dict())
+
+
+def test_the_mean_of_all_batches() -> None:
+    ours, theirs = warpnorm.nn.BatchNormReLU2d(8, momentum=None), torch.nn.BatchNorm2d(8, momentum=None)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, residual = torch.randn(2, 4, 8, 5, 5)
+        torch.testing.assert_close(ours(x, residual), F.relu(theirs(x) + residual))
+    for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(ours.eval()(x), F.relu(theirs.eval()(x)))
+
+
+def test_queries_are_known_after_a_start_on_meta() -> None:
+    with torch.device("meta"):
+        module = warpnorm.nn.QKNorm(8, 2, 1)
+    module = module.to_empty(device="cpu")
+    module.load_state_dict({"q_weight": torch.full((8,), 2.0), "k_weight": torch.full((8,), 3.0)})
+    x = torch.randn(4, 4, 8)
+    q, k, _v = module(x)
+    torch.testing.assert_close(q, F.rms_norm(x[:, :2], (8,), eps=1e-6) * 2)
+    torch.testing.assert_close(k, F.rms_norm(x[:, 2:3], (8,), eps=1e-6) * 3)
+    assert {t.dtype for t in module(x.bfloat16())} == {torch.bfloat16}
 
 
 def test_packed_heads_are_not_copied() -> None:

@@ -11,7 +11,7 @@ import torch
 from warpnorm import nn
 from warpnorm.errors import InputTypeError
 from warpnorm.integrate.recipes import Recipe
-from warpnorm.integrate.recognise import likeness, looks_like_a_norm, recipe_of
+from warpnorm.integrate.recognise import likeness, looks_like_a_norm, recipe_of, refusal_of
 
 # PyTorch's own, by what they are; what inherits from one of them may compute anything
 OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
@@ -68,18 +68,22 @@ def patch(model: torch.nn.Module) -> Report:
     known: dict[Any, Recipe | str] = {}  # of modules that are alike
     for name, module in model.named_modules():
         kind = type(module)
-        if is_patched(kind) or kind in OURS.values():
+        if is_patched(kind) or kind.__module__.startswith("warpnorm."):
             continue
-        found: Recipe | str | None = None
+        found: Recipe | str | None = refusal_of(module) or None
         if kind not in OURS:
             if not looks_like_a_norm(module):
                 continue
             key = likeness(module)
             found = known[key] = known[key] if key in known else recipe_of(module)
+        if not isinstance(found, str):
+            try:
+                swaps.append((module, patched_class(kind, found)))
+            except Exception as error:  # of a class that does not want to be inherited from
+                found = f"its class cannot be inherited from: {type(error).__name__}: {error}"
         if isinstance(found, str):
             left.append(Change(name, kind.__name__, found))
             continue
-        swaps.append((module, patched_class(kind, found)))
         swapped.append(Change(name, kind.__name__, f"warpnorm.nn.{kind.__name__}" if found is None else str(found)))
     for module, kind in swaps:  # nothing has changed until here
         module.__class__ = kind
@@ -89,13 +93,15 @@ def patch(model: torch.nn.Module) -> Report:
 def unpatch(model: torch.nn.Module) -> Report:
     """Put back what `warpnorm.patch` has swapped: every module is again what it was."""
     _check(model, "unpatch")
-    swapped = []
+    swapped, left = [], []
     for name, module in model.named_modules():
         kind: Any = type(module)
         if is_patched(kind):
             module.__class__ = kind.patched_from
             swapped.append(Change(name, kind.__name__, f"{kind.patched_from.__module__}.{kind.__name__}"))
-    return Report(tuple(swapped), ())
+        elif any(map(is_patched, kind.__mro__)):
+            left.append(Change(name, kind.__name__, "its class was changed after it was patched: undo that first"))
+    return Report(tuple(swapped), tuple(left))
 
 
 def _check(model: Any, function: str) -> None:
@@ -122,12 +128,19 @@ def _make_class(kind: type[torch.nn.Module], recipe: Recipe | None) -> type[torc
     if recipe is None:
         return type(kind.__name__, (OURS[kind],), members)
     original = kind.forward
-    names = tuple(inspect.signature(original).parameters)[1:]
+    parameters = list(inspect.signature(original).parameters.values())[1:]
+    names, count = [parameter.name for parameter in parameters], 1 if recipe.gate is None else 2
+    defaults = {parameter.name: parameter.default for parameter in parameters[count:]}
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        values = [*args, *[kwargs[name] for name in names[len(args) :] if name in kwargs]]
-        is_taken = len(values) == len(args) + len(kwargs) and recipe.takes(values)
-        return recipe.run(self, values) if is_taken else original(self, *args, **kwargs)
+        """By the recipe where the call is of the kind that it was found by, else as ever."""
+        given = dict(zip(names, args)) | kwargs  # noqa: B905
+        asked = [given.pop(name, None) for name in names[:count]]
+        is_known = all(name in defaults and value is defaults[name] for name, value in given.items())
+        is_known = is_known and len(args) <= len(names) and all(isinstance(value, torch.Tensor) for value in asked)
+        if is_known and asked[0].ndim in recipe.ndims:
+            return recipe.run(self, *asked)
+        return original(self, *args, **kwargs)
 
     return type(kind.__name__, (kind,), members | {"forward": forward})
 

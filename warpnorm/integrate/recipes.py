@@ -1,7 +1,6 @@
 """What a module computes that is one norm over its last dimension, or over its channels, and little else, as data."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,24 +9,28 @@ from warpnorm import functional
 from warpnorm.fuse import fuse
 
 LAYER, RMS = "layer_norm", "rms_norm"
-# Which dtype a result has: that of the input, that of the weight, or what the two are promoted to
-INPUT, WEIGHT, PROMOTED = "input", "weight", "promoted"
+# Which dtype a result has: that of the input, that of the weight, what the two are promoted to, or these and the gate; or
+# float32 always
+INPUT, WEIGHT, PROMOTED, WITH_GATE, SINGLE = "input", "weight", "promoted", "with the gate", "float32"
 # A gate: silu(gate) times what comes into the norm, or what comes out of it
 BEFORE, AFTER = "before", "after"
 
 
 class Recipe(NamedTuple):
     """`weight` and `bias` are names of parameters, or none; `offset` is added to the weight. `eps` is the name of an
-    attribute, or a number. `is_by_channel`: over the dimension 1 of (N, C, H, W) instead of the last."""
+    attribute, or a number. `is_by_channel`: over the dimension 1 of (N, C, H, W) instead of the last; `is_contiguous`: its
+    result is, whatever the input. `ndims`: of inputs that it was found by; others are the module's own affair."""
 
     norm: str
     weight: str | None
     bias: str | None
     eps: str | float
     offset: float = 0.0
-    result: str = INPUT
     is_by_channel: bool = False
     gate: str | None = None
+    result: str = INPUT
+    is_contiguous: bool = False
+    ndims: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         words = [self.norm]
@@ -39,23 +42,23 @@ class Recipe(NamedTuple):
             words.append("over channels")
         return " ".join(words)
 
-    def takes(self, values: Sequence[Any]) -> bool:
-        """Whether a call with these arguments is one that this recipe was found by."""
-        count = 1 if self.gate is None else 2
-        given = [value for value in values if value is not None]
-        return len(given) == count and all(isinstance(value, torch.Tensor) for value in values[:count])
-
-    def run(self, module: torch.nn.Module, values: Sequence[Any]) -> torch.Tensor:
-        x = values[0]
+    def run(self, module: torch.nn.Module, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
         weight = getattr(module, self.weight) if self.weight else None
         bias = getattr(module, self.bias) if self.bias else None
         eps = getattr(module, self.eps) if isinstance(self.eps, str) else self.eps
-        dtype = self._dtype(x, weight)
-        if dtype is not x.dtype:
+        dtype = self._dtype(x, gate, weight)
+        if dtype.itemsize > x.dtype.itemsize:  # never a narrower one before the norm
             x = x.to(dtype)
-        if self.gate is not None:
+        if gate is not None:
             gated = _gated_before if self.gate == BEFORE else _gated_after
-            return gated(x, values[1], weight, float(eps))
+            found = gated(x, gate, weight, float(eps))
+        else:
+            found = self._alone(x, weight, bias, eps)
+        return found if found.dtype is dtype else found.to(dtype)
+
+    def _alone(
+        self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
+    ) -> torch.Tensor:
         if self.is_by_channel:
             x = x.movedim(1, -1)
         cols = x.shape[-1:]
@@ -64,19 +67,26 @@ class Recipe(NamedTuple):
         else:
             found = functional.rms_norm(x, cols, weight, eps, weight_offset=self.offset)
         assert isinstance(found, torch.Tensor)
-        return found.movedim(-1, 1) if self.is_by_channel else found
+        found = found.movedim(-1, 1) if self.is_by_channel else found
+        return found.contiguous() if self.is_contiguous else found
 
-    def _dtype(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.dtype:
-        if self.result == INPUT or weight is None:
-            return x.dtype
-        return weight.dtype if self.result == WEIGHT else torch.promote_types(x.dtype, weight.dtype)
+    def _dtype(self, x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None) -> torch.dtype:
+        dtype = x.dtype
+        if self.result == SINGLE:
+            return torch.promote_types(dtype, torch.float32)
+        if self.result in (PROMOTED, WITH_GATE):
+            for other in (weight, gate if self.result == WITH_GATE else None):
+                dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+        return weight.dtype if self.result == WEIGHT and weight is not None else dtype
 
 
 @fuse
 def _gated_before(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x.float() * F.silu(gate.float()), x.shape[-1:], weight.float(), eps).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.rms_norm(x.to(wide) * F.silu(gate.to(wide)), x.shape[-1:], weight.to(wide), eps).to(x.dtype)
 
 
 @fuse
 def _gated_after(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return (F.rms_norm(x.float(), x.shape[-1:], weight.float(), eps) * F.silu(gate.float())).to(x.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (F.rms_norm(x.to(wide), x.shape[-1:], weight.to(wide), eps) * F.silu(gate.to(wide))).to(x.dtype)

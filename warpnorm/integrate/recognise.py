@@ -1,29 +1,35 @@
 """Which norm a module is: not by its name but by what it computes. A recipe is right where it reproduces the module's
-outputs and gradients on inputs that tell all recipes apart, with parameters drawn anew, in a copy."""
+outputs and gradients on inputs that tell all recipes apart, in training and evaluation, with parameters drawn anew, in a
+copy on the CPU."""
 
 import copy
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from itertools import product
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
-from warpnorm.integrate.recipes import AFTER, BEFORE, INPUT, LAYER, PROMOTED, RMS, WEIGHT, Recipe
+from warpnorm.integrate.recipes import AFTER, BEFORE, INPUT, LAYER, PROMOTED, RMS, SINGLE, WEIGHT, WITH_GATE, Recipe
 
 LARGEST_EPS = 0.1
-TOLERANCE = 1e-4  # in float32, of the norm of an output or gradient; neighbouring recipes differ by much more
+USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # where a module has no attribute for it
+# Of the norm of an output, or of a gradient, in float32. An unbiased variance of 8192 columns is off by 6e-5
+CLOSE, CLOSE_GRADIENT, CLOSE_HALF = 1e-5, 1e-4, 0.02
 COLS = 24  # where a module does not say how many it has
-RESULTS = (INPUT, PROMOTED, WEIGHT)
-MIXED = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))  # of the input, of the parameters
+MACHINERY = frozenset(vars(torch.nn.Module()))
+Tensors = list[torch.Tensor]
 
 
 def looks_like_a_norm(module: torch.nn.Module) -> bool:
     """Whether it is worth a probe, and a word where it is none of ours: a module without others in it, that says so by its
-    name, or has one or two vectors and a small number that is an eps."""
+    name, or has one or two vectors and an eps."""
     if next(module.children(), None) is not None:
-        return False
-    return "norm" in type(module).__name__.lower() or (0 < len(_vectors(module)) <= 2 and bool(_eps_names(module)))
+        return isinstance(module, torch.nn.LayerNorm) and parametrize.is_parametrized(module)
+    is_named = "norm" in type(module).__name__.lower()
+    return is_named or (0 < len(_vectors(module)) <= 2 and any("eps" in name.lower() for name in _eps_names(module)))
 
 
 def likeness(module: torch.nn.Module) -> Any:
@@ -32,35 +38,46 @@ def likeness(module: torch.nn.Module) -> Any:
     attributes = [
         (name, repr(value) if isinstance(value, plain) else id(value))
         for name, value in sorted(vars(module).items())
-        if not name.startswith("_") and name != "training"
+        if name not in MACHINERY
     ]
     parameters = [
-        (name, None if _is_lazy(p) else getattr(p, "shape", None), type(p)) for name, p in module._parameters.items()
+        (name, None if _is_lazy(p) else getattr(p, "shape", None), type(p)) for name, p in _parameters(module)
     ]
     return type(module), tuple(attributes), tuple(parameters), len(list(module.buffers()))
 
 
 def recipe_of(module: torch.nn.Module) -> Recipe | str:
-    """The recipe that it follows, or why there is none."""
-    refusal = _refusal(module)
+    """The recipe that it follows, or why there is none. Whatever modes the caller is in, the probe is in none of them."""
+    refusal = refusal_of(module) or _refusal_of_parameters(module)
     if refusal:
         return refusal
-    try:
-        probe = _Probe(module)
-    except Exception as error:  # a copy or a probe that its author did not think of
-        return f"it cannot be probed: {type(error).__name__}: {error}"
-    found = next((recipe for recipe in _candidates(module, probe.is_gated) if probe.agrees(recipe)), None)
-    if found is None:
-        return probe.refusal or "it computes something else than a norm with its parameters"
-    result = next((result for result in RESULTS if probe.agrees_in_dtype(found._replace(result=result))), None)
-    if result is None:
-        return "the dtype of its result follows none of the rules known"
-    return found._replace(result=result)
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(False))
+        modes.enter_context(torch.enable_grad())
+        modes.enter_context(torch.autocast("cpu", enabled=False))
+        modes.enter_context(torch.device("cpu"))
+        modes.enter_context(torch.random.fork_rng(devices=[]))
+        try:
+            return _find(module)
+        except Exception as error:  # of a module that its author did not think of being copied or probed
+            return f"it cannot be probed: {type(error).__name__}: {error}"
 
 
-def _refusal(module: torch.nn.Module) -> str:
+def refusal_of(module: torch.nn.Module) -> str:
+    """What stands against changing the class of any module."""
+    kind: Any = type(module)
     if isinstance(module, torch.jit.ScriptModule):
         return "it is a script, whose code cannot be changed"
+    if "forward" in vars(module):
+        return "it has a forward of its own, beside that of its class"
+    if parametrize.is_parametrized(module):
+        return "its parameters are parametrized"
+    if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
+        return "its class pickles in a way of its own"
+    return ""
+
+
+def _refusal_of_parameters(module: torch.nn.Module) -> str:
     if any(map(_is_lazy, module.parameters())):
         return "its parameters have no shape yet: patch after the first call"
     if any(type(p) not in (torch.nn.Parameter, torch.Tensor) for p in module.parameters()):
@@ -75,12 +92,29 @@ def _refusal(module: torch.nn.Module) -> str:
     return ""
 
 
+def _find(module: torch.nn.Module) -> Recipe | str:
+    probe = _Probe(module)
+    if not probe.answers:
+        return probe.refusal
+    for candidate in _candidates(module, probe.is_gated):
+        found = probe.agreed(candidate)
+        if found is not None:
+            results = (found._replace(result=result) for result in (INPUT, PROMOTED, WITH_GATE, WEIGHT, SINGLE))
+            right = next(filter(probe.agrees_in_dtypes, results), None)
+            return "the dtype of its result follows none of the rules known" if right is None else right
+    return "it computes something else than a norm with its parameters"
+
+
 def _is_lazy(parameter: Any) -> bool:
     return isinstance(parameter, torch.nn.parameter.UninitializedParameter)
 
 
+def _parameters(module: torch.nn.Module) -> list[tuple[str, Any]]:
+    return list(module._parameters.items())
+
+
 def _vectors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p for name, p in module.named_parameters(recurse=False) if p.ndim == 1}
+    return {name: p for name, p in _parameters(module) if p is not None and not _is_lazy(p) and p.ndim == 1}
 
 
 def _eps_names(module: torch.nn.Module) -> list[str]:
@@ -99,7 +133,7 @@ def _candidates(module: torch.nn.Module, is_gated: bool) -> Iterator[Recipe]:
         orders = [(names[0], None)]
     elif len(names) == 2:
         orders = [(names[0], names[1]), (names[1], names[0])]
-    eps: Sequence[str | float] = _eps_names(module) or (1e-5, 1e-6, 1e-8, 1e-12)
+    eps: Sequence[str | float] = _eps_names(module) or USUAL_EPS
     for name, (weight, bias), norm in product(eps, orders, (RMS, LAYER)):
         if norm == RMS and bias is not None:
             continue
@@ -108,11 +142,11 @@ def _candidates(module: torch.nn.Module, is_gated: bool) -> Iterator[Recipe]:
                 yield from (Recipe(norm, weight, None, name, gate=gate) for gate in (BEFORE, AFTER))
             continue
         for offset, is_by_channel in product((0.0, 1.0) if weight else (0.0,), (False, True)):
-            yield Recipe(norm, weight, bias, name, offset, is_by_channel=is_by_channel)
+            yield Recipe(norm, weight, bias, name, offset, is_by_channel)
 
 
 class _Probe:
-    """A module's copy with parameters drawn anew, its answers, and the questions."""
+    """A module's copy with parameters drawn anew, questions, and its answers, in training and evaluation."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -120,75 +154,112 @@ class _Probe:
         self.forward = type(module).forward
         parameters = list(inspect.signature(self.forward).parameters.values())[1:]
         self.is_gated = len(parameters) > 1 and parameters[1].name == "gate"
-        cols = next((p.numel() for p in self.module.parameters()), _cols(module))
-        self.answers: list[list[tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]]] = []
-        errors = []
-        for shape in ((3, 2, cols), (2, cols, 3, 4)):
+        names = _eps_names(module)
+        self.eps = [float(getattr(module, name)) for name in names] or list(USUAL_EPS)
+        self.cols = cols = next((p.numel() for p in _vectors(module).values()), _cols(module))
+        self.answers: dict[tuple[int, ...], list[tuple[bool, Tensors, Tensors]]] = {}
+        self.refusal = ""
+        for shape in ((3, 2, cols), (5, cols), (cols,), (2, 3, 4, cols), (2, 1, 2, 2, cols), (2, cols, 3, 4)):
+            asked = list(self._questions(shape))
             try:
-                self.answers.append([(given, self._run(self.module, given)) for given in self._questions(shape)])
+                self.answers[shape] = [
+                    (mode, given, self._run(given, None, mode)) for mode, given in product((True, False), asked)
+                ]
             except Exception as error:
-                errors.append(f"it failed on a probe of shape {shape}: {type(error).__name__}: {error}")
-                self.answers.append([])
-        self.refusal = "" if any(self.answers) else errors[0]
+                self.refusal = self.refusal or f"it failed on a probe: {type(error).__name__}: {error}"
 
-    def _questions(self, shape: tuple[int, ...]) -> list[tuple[torch.Tensor, ...]]:
-        """Ordinary values; a mean far from zero; and values so small that eps is felt."""
+    def _questions(self, shape: tuple[int, ...]) -> Iterator[Tensors]:
+        """Ordinary values; a mean far from zero; one that is far from all others; values so small that eps is felt, or is
+        all that is; and zeros."""
         count = 2 if self.is_gated else 1
-        asked = []
-        for scale, mean in ((1.0, 0.0), (0.5, 2.0), (1e-3, 0.0)):
+        small = [scale for eps in self.eps for scale in (eps**0.5, 0.01 * eps**0.5)]
+        for scale, mean, far in (
+            (1.0, 0.0, 0.0),
+            (0.5, 2.0, 0.0),
+            (1.0, 0.0, 1e3),
+            *((s, 0.0, 0.0) for s in (*small, 0.0)),
+        ):
             values = torch.randn(count, *shape, generator=self.generator)
-            asked.append(tuple(value * scale + mean for value in values))
-        return asked
+            values[0] = values[0] * scale + mean
+            values[0].view(-1)[0] += far
+            yield list(values)
 
-    def _run(
-        self, module: torch.nn.Module, given: Sequence[torch.Tensor], recipe: Recipe | None = None
-    ) -> list[torch.Tensor]:
+    def _run(self, given: Tensors, recipe: Recipe | None, is_training: bool) -> Tensors:
+        """The output and all gradients."""
+        module = self.module
+        module.training = is_training
         leaves = [value.detach().clone().requires_grad_() for value in given]
-        output = self.forward(module, *leaves) if recipe is None else recipe.run(module, leaves)
+        before = {name: id(value) for name, value in vars(module).items()}
+        output = self.forward(module, *leaves) if recipe is None else recipe.run(module, *leaves)
         if not isinstance(output, torch.Tensor) or output.shape != leaves[0].shape:
             raise TypeError("what it returns is not a tensor of the shape of its input")
+        if before != {name: id(value) for name, value in vars(module).items()}:
+            raise TypeError("it keeps something of a call for later")
         weights = torch.linspace(-1, 1, output.numel()).view(output.shape)
-        wanted = [*leaves, *module.parameters()]
+        wanted = [*leaves, *(p for _, p in _parameters(module) if p is not None)]
         return [output.detach(), *torch.autograd.grad((output * weights).sum(), wanted)]
 
-    def agrees(self, recipe: Recipe) -> bool:
-        """On everything that the module itself took in this place of its channels."""
-        answers = self.answers[1 if recipe.is_by_channel else 0]
-        try:
-            return bool(answers) and all(
-                _is_close(self._run(self.module, given, recipe), right) for given, right in answers
+    def agreed(self, recipe: Recipe) -> Recipe | None:
+        """It, for inputs of as many dimensions as it agrees on with the module; nothing where it contradicts it."""
+        ndims: dict[int, bool] = {}
+        is_contiguous = False
+        for shape, answers in self.answers.items():
+            is_there = (
+                shape[1 if recipe.is_by_channel else -1] == self.cols if len(shape) > 1 else not recipe.is_by_channel
             )
+            if recipe.is_by_channel and len(shape) != 4:
+                continue
+            if not is_there and recipe.weight is not None:  # which it cannot be asked
+                ndims[len(shape)] = ndims.get(len(shape), True) and False
+                continue
+            right = all(self._is_close(recipe, *answer) for answer in answers)
+            ndims[len(shape)] = ndims.get(len(shape), True) and right
+            if right and recipe.is_by_channel:
+                is_contiguous = answers[0][2][0].is_contiguous()
+        found = tuple(sorted(ndim for ndim, right in ndims.items() if right))
+        return recipe._replace(ndims=found, is_contiguous=is_contiguous) if found else None
+
+    def _is_close(self, recipe: Recipe, is_training: bool, given: Tensors, right: Tensors) -> bool:
+        try:
+            output, *gradients = self._run(given, recipe, is_training)
         except Exception:
             return False
+        return _are_close([output], right[:1], CLOSE) and _are_close(gradients, right[1:], CLOSE_GRADIENT)
 
-    def agrees_in_dtype(self, recipe: Recipe) -> bool:
-        given = self.answers[1 if recipe.is_by_channel else 0][0][0]
-        for of_input, of_parameters in MIXED:
+    def agrees_in_dtypes(self, recipe: Recipe) -> bool:
+        """Of the result, for inputs, gates and parameters of 16 and 32 bits. The values have a mean that 16 bits round, and
+        are larger than float16 has."""
+        shape = next(shape for shape in self.answers if len(shape) == recipe.ndims[-1])
+        given = [torch.randn(shape, generator=self.generator) * 1e4 + 9e4, torch.randn(shape, generator=self.generator)]
+        single, half = torch.float32, torch.bfloat16
+        for of_input, of_gate, of_parameters in product(
+            (single, half), (single, half) if self.is_gated else (single,), (single, half)
+        ):
             module = _copy_of(self.module, of_parameters, self.generator)
-            leaves = [value.to(of_input) for value in given]
+            leaves = [value.to(dtype) for value, dtype in zip(given, (of_input, of_gate), strict=True)]
+            leaves = leaves if self.is_gated else leaves[:1]
             try:
                 right = self.forward(module, *leaves)
             except Exception:  # what it does not take, nobody can miss
                 continue
-            found = recipe.run(module, leaves)
-            if found.dtype != right.dtype or not _is_close([found.float()], [right.float()], 0.02):
+            found = recipe.run(module, *leaves)
+            if found.dtype != right.dtype or not _are_close([found.float()], [right.float()], CLOSE_HALF):
                 return False
         return True
 
 
-def _is_close(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor], tolerance: float = TOLERANCE) -> bool:
-    return all((a - b).norm() <= tolerance * b.norm() + 1e-30 for a, b in zip(found, right, strict=True))
+def _are_close(found: Tensors, right: Tensors, tolerance: float) -> bool:
+    return all(bool((a - b).norm() <= tolerance * b.norm() + 1e-30) for a, b in zip(found, right, strict=True))
 
 
 def _copy_of(module: torch.nn.Module, dtype: torch.dtype, generator: torch.Generator) -> torch.nn.Module:
-    """On the CPU, without hooks, with new parameters that all have a gradient."""
+    """On the CPU, with new parameters, all of which have a gradient."""
     twin = copy.copy(module)
     twin.__dict__ = {name: copy.copy(value) for name, value in vars(module).items()}
-    drawn: dict[str, Any] = {}
-    for name, p in module.named_parameters(recurse=False):
-        values = torch.rand(p.shape, generator=generator) + 0.5
-        drawn[name] = torch.nn.Parameter(values.to(dtype))
-    twin._parameters = {name: drawn.get(name) for name in module._parameters}
+    twin._parameters = {
+        name: None if p is None else torch.nn.Parameter((torch.rand(p.shape, generator=generator) + 0.5).to(dtype))
+        for name, p in _parameters(module)
+    }
     return twin
 
 

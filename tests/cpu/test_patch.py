@@ -473,6 +473,35 @@ def test_changed_classes_are_left_and_said() -> None:
     assert len(warpnorm.unpatch(model).swapped) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_default_dtypes_do_not_matter(dtype: torch.dtype) -> None:
+    module, before = Root(), torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert len(warpnorm.patch(module).swapped) == 1
+    finally:
+        torch.set_default_dtype(before)
+
+
+class WideLayerNorm(torch.nn.LayerNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = F.layer_norm(x.float(), self.normalized_shape, self.weight.float(), self.bias.float(), self.eps)
+        return wide.to(x.dtype)
+
+
+def test_sums_over_many_rows_stay_as_accurate() -> None:
+    module = WideLayerNorm(64).bfloat16()
+    x, grad = torch.randn(2, 4096, 64).bfloat16()
+    exact = grad.double().sum(0)
+    errors = []
+    for _ in range(2):
+        module.zero_grad()
+        module(x).backward(grad)
+        errors.append(float((module.bias.grad.double() - exact).norm() / exact.norm()))
+        warpnorm.patch(module)
+    assert errors[1] <= 1.5 * errors[0]
+
+
 @pytest.mark.parametrize("function", [warpnorm.patch, warpnorm.unpatch])
 def test_what_is_no_model_is_refused(function: Any) -> None:
     with pytest.raises(InputTypeError, match=r"takes a torch\.nn\.Module, but got a Tensor"):

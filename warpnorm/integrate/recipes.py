@@ -49,6 +49,10 @@ class Recipe(NamedTuple):
         dtype = self._dtype(x, gate, weight)
         if dtype.itemsize > x.dtype.itemsize:  # never a narrower one before the norm
             x = x.to(dtype)
+        if (
+            x.is_cpu and x.dtype.itemsize == 2 and self.norm == LAYER
+        ):  # whose gradients PyTorch would sum in 16 bits there
+            x = x.float()
         if gate is not None:
             gated = _gated_before if self.gate == BEFORE else _gated_after
             found = gated(x, gate, weight, float(eps))

@@ -11,45 +11,36 @@ from warpnorm.errors import InputError
 from warpnorm.fuse import fuse
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-class AddLayerNorm(torch.nn.LayerNorm):
+class _AddNorm(torch.nn.Module):
+    """A residual stream before the norm that the class after this one is."""
+
+    def __init__(self, normalized_shape: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(normalized_shape, *args, **kwargs)
+        if not 0.0 <= dropout < 1.0:
+            raise InputError(f"dropout is a probability of at least 0 and less than 1, but it is {dropout}")
+        self.dropout = dropout
+
+    @fuse
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.dropout > 0.0 and self.training:
+            x = F.dropout(x, self.dropout)
+        h = residual + x
+        return super().forward(h), h
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, dropout={self.dropout}"
+
+
+class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):
     """h = residual + dropout(x); returns `(layer_norm(h), h)`: what a residual stream needs between two blocks. The
     arguments are those of `torch.nn.LayerNorm`; `dropout` is the probability of an element to be zero in training."""
 
-    def __init__(self, normalized_shape: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, *args, **kwargs)
-        self.dropout = _probability(dropout)
 
-    @fuse
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Pair:
-        if self.dropout > 0.0 and self.training:
-            x = F.dropout(x, self.dropout)
-        h = residual + x
-        return F.layer_norm(h, self.normalized_shape, self.weight, self.bias, self.eps), h
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dropout={self.dropout}"
-
-
-class AddRMSNorm(torch.nn.RMSNorm):
+class AddRMSNorm(_AddNorm, torch.nn.RMSNorm):
     """h = residual + dropout(x); returns `(rms_norm(h), h)`. The arguments are those of `torch.nn.RMSNorm`; `dropout` is the
     probability of an element to be zero in training."""
-
-    def __init__(self, normalized_shape: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
-        super().__init__(normalized_shape, *args, **kwargs)
-        self.dropout = _probability(dropout)
-
-    @fuse
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> Pair:
-        if self.dropout > 0.0 and self.training:
-            x = F.dropout(x, self.dropout)
-        h = residual + x
-        return F.rms_norm(h, self.normalized_shape, self.weight, self.eps), h
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, dropout={self.dropout}"
 
 
 class GatedRMSNorm(torch.nn.RMSNorm):
@@ -189,9 +180,3 @@ class RMSNormFloat8(torch.nn.RMSNorm):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, float8={self.float8}"
-
-
-def _probability(dropout: float) -> float:
-    if not 0.0 <= dropout < 1.0:
-        raise InputError(f"dropout is a probability of at least 0 and less than 1, but it is {dropout}")
-    return dropout

@@ -112,7 +112,7 @@ def test_blocks(name: str, dtype: torch.dtype, is_training: bool, device: str) -
     found = results(module, module, given)
     plain = results(lambda *t: block.plain(twin, *t), twin, given)
     truth = results(lambda *t: block.plain(exact, *t), exact, [t.double() for t in given])
-    for a, b, c in zip(found, plain, truth, strict=False):
+    for a, b, c in zip(found, plain, truth, strict=True):
         assert a.dtype == b.dtype
         if a.is_floating_point():
             mine, theirs = ((t.double() - c.double()).norm() / (c.double().norm() + 1e-30) for t in (a, b))

@@ -70,12 +70,14 @@ def patch(model: torch.nn.Module) -> Report:
         kind = type(module)
         if is_patched(kind) or kind.__module__.startswith("warpnorm."):
             continue
-        found: Recipe | str | None = refusal_of(module) or None
-        if kind not in OURS:
-            if not looks_like_a_norm(module):
-                continue
+        found: Recipe | str | None
+        if kind in OURS:
+            found = refusal_of(module) or None
+        elif looks_like_a_norm(module):
             key = likeness(module)
             found = known[key] = known[key] if key in known else recipe_of(module)
+        else:
+            continue
         if not isinstance(found, str):
             try:
                 swaps.append((module, patched_class(kind, found)))

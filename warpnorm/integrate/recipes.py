@@ -81,7 +81,9 @@ class Recipe(NamedTuple):
         if self.result in (PROMOTED, WITH_GATE):
             for other in (weight, gate if self.result == WITH_GATE else None):
                 dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
-        return weight.dtype if self.result == WEIGHT and weight is not None else dtype
+        if self.result == WEIGHT and weight is not None and dtype != torch.float64:
+            return weight.dtype
+        return dtype
 
 
 @fuse

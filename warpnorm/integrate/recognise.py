@@ -19,15 +19,20 @@ USUAL_EPS = (1e-5, 1e-6, 1e-8, 1e-12)  # where a module has no attribute for it
 # Of the norm of an output, or of a gradient, in float32. An unbiased variance of 8192 columns is off by 6e-5
 CLOSE, CLOSE_GRADIENT, CLOSE_HALF = 1e-5, 1e-4, 0.02
 COLS = 24  # where a module does not say how many it has
+PYTORCHS = (
+    torch.nn.LayerNorm, torch.nn.RMSNorm, torch.nn.GroupNorm, torch.nn.modules.batchnorm._NormBase,
+)  # fmt: skip
 MACHINERY = frozenset(vars(torch.nn.Module()))
 Tensors = list[torch.Tensor]
 
 
 def looks_like_a_norm(module: torch.nn.Module) -> bool:
-    """Whether it is worth a probe, and a word where it is none of ours: a module without others in it, that says so by its
-    name, or has one or two vectors and an eps."""
-    if next(module.children(), None) is not None:
-        return isinstance(module, torch.nn.LayerNorm) and parametrize.is_parametrized(module)
+    """Whether it is worth a probe, and a word where it is none of ours: a module that inherits from one of PyTorch's norms;
+    or has no others in it, and says so by its name, or has one or two vectors and an eps."""
+    if isinstance(module, PYTORCHS):
+        return True
+    if next(module.children(), None) is not None or type(module).__module__.startswith("torch.nn.utils."):
+        return False
     is_named = "norm" in type(module).__name__.lower()
     return is_named or (0 < len(_vectors(module)) <= 2 and any("eps" in name.lower() for name in _eps_names(module)))
 
@@ -72,6 +77,8 @@ def refusal_of(module: torch.nn.Module) -> str:
         return "it has a forward of its own, beside that of its class"
     if parametrize.is_parametrized(module):
         return "its parameters are parametrized"
+    if next(module.children(), None) is not None:
+        return "it has modules in it"
     if kind.__reduce__ is not object.__reduce__ or kind.__reduce_ex__ is not object.__reduce_ex__:
         return "its class pickles in a way of its own"
     return ""
@@ -200,19 +207,14 @@ class _Probe:
         return [output.detach(), *torch.autograd.grad((output * weights).sum(), wanted)]
 
     def agreed(self, recipe: Recipe) -> Recipe | None:
-        """It, for inputs of as many dimensions as it agrees on with the module; nothing where it contradicts it."""
+        """It, for inputs of as many dimensions as it agrees on with the module; nothing where there are none."""
         ndims: dict[int, bool] = {}
         is_contiguous = False
         for shape, answers in self.answers.items():
-            is_there = (
-                shape[1 if recipe.is_by_channel else -1] == self.cols if len(shape) > 1 else not recipe.is_by_channel
-            )
             if recipe.is_by_channel and len(shape) != 4:
                 continue
-            if not is_there and recipe.weight is not None:  # which it cannot be asked
-                ndims[len(shape)] = ndims.get(len(shape), True) and False
-                continue
-            right = all(self._is_close(recipe, *answer) for answer in answers)
+            is_there = recipe.weight is None or shape[1 if recipe.is_by_channel else -1] == self.cols
+            right = is_there and all(self._is_close(recipe, *answer) for answer in answers)
             ndims[len(shape)] = ndims.get(len(shape), True) and right
             if right and recipe.is_by_channel:
                 is_contiguous = answers[0][2][0].is_contiguous()

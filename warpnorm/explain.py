@@ -17,7 +17,7 @@ from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, is_large_call
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import COLUMN, LONG_ROW, ROW, Plan
+from warpnorm.plan.plan import COLUMN, HELD, LONG_ROW, ROW, Plan
 from warpnorm.problem import NUMBER, TILES, BackwardProblem, Call, ForwardProblem, Operand, View, operand_name
 from warpnorm.space import Space
 
@@ -213,7 +213,7 @@ def _route(tensors: Sequence[torch.Tensor], device: torch.device, call: Call) ->
 def _forward(
     problem: ForwardProblem, space: Space, views: Sequence[View], outputs: Sequence[View], device: Device, asm: bool
 ) -> Direction:
-    plan = choose.forward(problem, device)
+    plan = choose.forward(problem, device, space)
     least = _bytes(views, problem.operands) + _bytes(outputs, problem.outputs)
     statistics = len(problem.norm.statistics) * space.statistics * problem.compute.itemsize
     is_read_twice = plan.pattern == LONG_ROW or (plan.pattern == COLUMN and problem.norm.is_computed)
@@ -238,7 +238,7 @@ def _forward(
 def _backward(
     problem: BackwardProblem, space: Space, views: Sequence[View], grads: Sequence[View], device: Device, asm: bool
 ) -> Direction:
-    plan = choose.backward(problem, device)
+    plan = choose.backward(problem, device, space)
     graphs = (problem.prologue, problem.epilogue_vjp, problem.prologue_vjp)
     used = {name for graph in graphs for name in graph.used_inputs}
     loaded = [i for i in range(len(views)) if operand_name(i) in used]
@@ -249,13 +249,14 @@ def _backward(
     times = 2 if has_sums else 1
     statistics = len(problem.norm.statistics) * space.statistics * problem.compute.itemsize * (1 + 2 * has_sums)
     last = choose.last_tasks(problem, plan, space, device)
-    left = grid.left(plan, problem) if plan.pattern == COLUMN else problem.reduced
+    left = grid.left(plan, problem) if plan.pattern in (COLUMN, HELD) else problem.reduced
     sums = [grid.gradient_sum(plan, space, problem, i) for i in left]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), grid.backward(plan, space))]
     sum_plan = choose.column_sum(problem, device)
     if plan.pattern == COLUMN:
         launches = _tasks(_kernel_name(plan), grid.column(plan, last, space, problem.has_tasks), last)
+    if plan.pattern in (COLUMN, HELD):
         sum_plan = choose.line_sum(problem, device)
     if has_sums and plan.pattern == LONG_ROW:
         launches = [("long_row_sums_kernel", (space.rows, 1)), *launches]

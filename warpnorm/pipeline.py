@@ -23,7 +23,7 @@ from warpnorm.launch.autograd import Normalization
 from warpnorm.norms import BATCH_NORM, GROUP_NORM, Norm
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
-from warpnorm.plan.plan import COLUMN, Plan
+from warpnorm.plan.plan import COLUMN, HELD, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
 from warpnorm.space import Gradients, Space, describe_backward, describe_forward, fresh, shape_of
 from warpnorm.trace import at_hand, capture, differentiate
@@ -34,6 +34,7 @@ if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported w
     from warpnorm.launch.backward import BackwardLaunch
     from warpnorm.launch.column import ColumnBackwardLaunch, ColumnForwardLaunch
     from warpnorm.launch.forward import ForwardLaunch
+    from warpnorm.launch.held import HeldBackwardLaunch, HeldForwardLaunch
 
 Tensors = Sequence[torch.Tensor | float]
 # Elements of a row, of a sample, and of a batch that is one row, up to which PyTorch's own operators are quicker on a CPU
@@ -196,8 +197,15 @@ def forward(
     if out is None and is_native(device):
         reuse_memory(outputs)
     averaged = () if running is None else (running.mean.dtype, running.variance.dtype)
-    launch = prepare_forward(call, (*views, *map(View.of, outputs)), device, plan, averaged)
-    statistics = launch(operands, outputs, running)
+    of_outputs = tuple(map(View.of, outputs))
+    launch = prepare_forward(call, (*views, *of_outputs), device, plan, averaged)
+    try:
+        statistics = launch(operands, outputs, running)
+    except RuntimeError as error:
+        if plan is not None or not refuses_teams(error, device):
+            raise
+        launch = prepare_forward(call, (*views, *of_outputs), device, None, averaged)
+        statistics = launch(operands, outputs, running)
     if running is not None:
         torch.autograd.graph.increment_version((running.mean, running.variance))
     return outputs, statistics
@@ -225,10 +233,26 @@ def backward(
     if is_native(grads[0].device):
         reuse_memory(gradients)
     if gradients:
-        launch(operands, grads, statistics, gradients)
+        try:
+            launch(operands, grads, statistics, gradients)
+        except RuntimeError as error:
+            if plan is not None or not refuses_teams(error, grads[0].device):
+                raise
+            prepare_backward(call, views, grads[0].device, given, wanted, None)(operands, grads, statistics, gradients)
     pairs = zip(launch.problem.wanted, gradients, wanting, strict=True)
     found = {i: g if g.dtype is o.dtype else g.to(o.dtype) for i, g, o in pairs}
     return found | {twin: found[i] for twin, i in same.items()}
+
+
+def refuses_teams(error: RuntimeError, device: torch.device) -> bool:
+    """Whether a launch failed since not all of its programs can run at the same time: on a device that cannot, or that is
+    shared. Nothing was computed. From then on it gets other plans, of which `explain` tells."""
+    if "cooperative" not in str(error) or not devices.of(device).has_teams:
+        return False
+    devices.refuse_teams(device)
+    prepare_forward.cache_clear()
+    prepare_backward.cache_clear()
+    return True
 
 
 @lru_cache(maxsize=4096)
@@ -291,7 +315,7 @@ def prepare_forward(
     device: torch.device,
     plan: Plan | None,
     running: tuple[torch.dtype, ...] = (),
-) -> "ForwardLaunch | ColumnForwardLaunch | NativeForward | AcrossForward | FallbackForward":
+) -> "ForwardLaunch | ColumnForwardLaunch | HeldForwardLaunch | NativeForward | AcrossForward | FallbackForward":
     problem, space = forward_problem(call, views)
     problem = replace(problem, running=running)
     if is_native(device):
@@ -305,8 +329,12 @@ def prepare_forward(
     from warpnorm.launch.forward import ForwardLaunch
 
     target = devices.of(device)
-    plan = plan or choose.forward(problem, target)
+    plan = plan or choose.forward(problem, target, space)
     kernel = bind.forward(problem, plan, target, device.index)
+    if plan.pattern == HELD:
+        from warpnorm.launch.held import HeldForwardLaunch
+
+        return HeldForwardLaunch(problem, plan, space, kernel, call.eps)
     if plan.pattern == COLUMN:
         from warpnorm.launch.column import ColumnForwardLaunch
 
@@ -324,7 +352,7 @@ def prepare_backward(
     given: tuple[int, ...],
     wanted: tuple[int, ...],
     plan: Plan | None,
-) -> "BackwardLaunch | ColumnBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
+) -> "BackwardLaunch | ColumnBackwardLaunch | HeldBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
     problem, space = backward_problem(call, views, given, wanted)
     if is_native(device):
         from warpnorm.cpu import build, fallback, run
@@ -337,10 +365,11 @@ def prepare_backward(
     from warpnorm.launch.backward import BackwardLaunch
 
     target = devices.of(device)
-    plan = plan or choose.backward(problem, target)
+    plan = plan or choose.backward(problem, target, space)
     kernel = bind.backward(problem, plan, target, device.index)
-    if plan.pattern == COLUMN:
+    if plan.pattern in (COLUMN, HELD):
         from warpnorm.launch.column import ColumnBackwardLaunch
+        from warpnorm.launch.held import HeldBackwardLaunch
 
         sum_plan = choose.line_sum(problem, target)
         column_sums = []
@@ -349,6 +378,8 @@ def prepare_backward(
             which = tuple(i for i in left if (grid.gradient_sum(plan, space, problem, i).width == 1) == is_tall)
             if which:
                 column_sums.append((bind.gradient_sums(problem, which, plan_of, target, device.index), plan_of, which))
+        if plan.pattern == HELD:
+            return HeldBackwardLaunch(problem, plan, space, kernel, tuple(column_sums))
         last = choose.last_tasks(problem, plan, space, target)
         last_kernel = bind.backward(problem, last, target, device.index) if last else None
         return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)

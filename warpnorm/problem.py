@@ -326,6 +326,7 @@ class BackwardProblem(Problem):
     needs_grad_c: bool  # of c where the epilogue reads it
     row_order: tuple[int, ...]
     by_row: tuple[int, ...] = ()  # which of `gradients` are one number for each row of a norm by channel
+    has_row_factors: bool = False  # of a norm by channel: operands that are the same along a line are so along a row
 
     @cached_property
     def results(self) -> tuple[Operand, ...]:
@@ -356,6 +357,11 @@ class BackwardProblem(Problem):
     def merged(self) -> tuple[int, ...]:
         """Which of these it can merge beside the sums of rows."""
         return tuple(i for i in self.settled_first if i in self.by_row)
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether what these are factors of can be summed over rows first."""
+        return self.has_row_factors and not self.left_first
 
     @cached_property
     def left_first(self) -> tuple[int, ...]:

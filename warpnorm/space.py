@@ -11,6 +11,7 @@ import torch
 
 from warpnorm.norms import CHANNEL, GROUPS, Norm
 from warpnorm.problem import (
+    ALONG,
     COLUMN,
     FULL,
     GROUP,
@@ -165,6 +166,8 @@ def describe_backward(
         needs_grad_c=gradients.needs_grad_c,
         row_order=space.row_order,
         by_row=tuple(k for k, is_one in enumerate(is_by_row) if is_one),
+        has_row_factors=call.norm.rows == CHANNEL
+        and all(o.axes not in ALONG or a == channel for o, a in zip(space.operands[:count], call.axes, strict=True)),
     )
     return problem, space
 

@@ -65,8 +65,9 @@ def test_launches_of_fused_functions(function: Callable[..., Any], cols: int, de
 @pytest.mark.parametrize("is_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("shape", [(8, 64, 28, 28), (64, 256, 28, 28)], ids=str)
 def test_launches_of_batch_norm(shape: tuple[int, ...], is_last: bool, device: str) -> None:
-    """By turns, words are cleared before, and gradients are summed after; where there is little of everything, all kinds of
-    tasks have a launch; elsewhere the last ones may merge for themselves. The running statistics need none."""
+    """Held in registers, one each way, with the gradients of the parameters. Channels last, by turns, words are cleared
+    before, and gradients are summed after; where there is little of everything, all kinds of tasks have a launch; elsewhere
+    the last ones may merge for themselves. The running statistics need none."""
     input = torch.randn(shape, device=device).bfloat16()
     input = input.contiguous(memory_format=torch.channels_last if is_last else torch.contiguous_format).requires_grad_()
     module = warpnorm.nn.BatchNorm2d(shape[1]).to(device)
@@ -74,7 +75,6 @@ def test_launches_of_batch_norm(shape: tuple[int, ...], is_last: bool, device: s
     run = lambda: warpnorm.batch_norm(input, module.running_mean, module.running_var, *leaves[1:], training=True)  # noqa: E731
     output = run()
     grad = torch.randn_like(output)
-    assert len(launched(run)) in (2, 3)
+    assert len(launched(run)) in ((2, 3) if is_last else (1,))
     names = launched(lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True))
-    assert len(names) in (2, 3, 4), names
-    assert len(names) < 4 or not (is_last or shape[0] > 8), names
+    assert len(names) in ((2, 3) if is_last else (1,)), names

@@ -69,7 +69,7 @@ def test_a_sample_does_not_know_its_neighbours(layout: Layout, mode: Mode, devic
 
 def kernels(mode: Mode, samples: int, is_last: bool, device: str, width: int = 3) -> set[object]:
     """All that a call launches, forward and backward."""
-    from warpnorm.codegen.bind import BoundKernel
+    from warpnorm.codegen.kernel import BoundKernel
 
     input = torch.randn(samples, 6, 5, width, device=device)
     input = last(input) if is_last else input

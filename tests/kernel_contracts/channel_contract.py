@@ -242,7 +242,7 @@ def test_opinfo_samples_by_channel(kind: str, dtype: torch.dtype, norm: str, dev
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_memory_format_stays(layout: Layout, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output lies as `empty_like` would; every launch reads the input, and writes the output, where it lies."""
-    from warpnorm.codegen.bind import BoundKernel
+    from warpnorm.codegen.kernel import BoundKernel
 
     launched: list[set[int]] = []
     launch = BoundKernel.launch

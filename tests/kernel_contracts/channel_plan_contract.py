@@ -16,7 +16,7 @@ from kernel_contracts.channel_running import (
     last,
     run_planned,
 )
-from warpnorm.plan.plan import COLUMN, FIRST, Plan
+from warpnorm.plan.plan import COLUMN, FIRST, HELD, Plan
 
 # With pieces: lines of 25 or 32 columns; channels last, batch norm: of 75 or 128
 LAYOUTS = (
@@ -66,6 +66,22 @@ def test_every_plan_by_channel(plan: Plan, layout: Layout, mode: Mode, device: s
     following = PLANS[(PLANS.index(plan) + 1) % len(PLANS)]
     dtype = torch.bfloat16 if plan.block_rows == 8 else torch.float32
     check(layout, mode, dtype, device, plan, following)
+
+
+# Programs that have whole rows, and tell nobody
+LONE_PROGRAMS = (
+    Plan(HELD, 4, 16, 1, programs=2, chunks=2),
+    Plan(HELD, 8, 8, 2, programs=3, chunks=4),
+    Plan(HELD, 4, 32, 4, programs=100, recomputes=True),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", [BATCH, GROUPS], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
+@pytest.mark.parametrize("plan", LONE_PROGRAMS, ids=["two", "three", "many"])
+def test_held_rows(plan: Plan, layout: Layout, mode: Mode, dtype: torch.dtype, device: str) -> None:
+    check(layout, mode, dtype, device, plan, plan)
 
 
 CROPPED = Layout("cropped", (3, 6, 6, 8), view=lambda t: t[:, :, ::2, 1:], why="two axes of columns in many parts")

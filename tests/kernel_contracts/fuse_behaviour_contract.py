@@ -117,7 +117,7 @@ def test_fused_lone_row_is_not_compiled_anew(monkeypatch: pytest.MonkeyPatch, de
 
 
 def test_fused_in_several_threads_is_captured_and_compiled_once(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    from warpnorm.codegen.bind import BoundKernel
+    from warpnorm.codegen.kernel import BoundKernel
 
     counts = Counts(monkeypatch)
     fused = warpnorm.fuse(lambda x: rms(x * x.sin() + 0.625))

@@ -43,6 +43,17 @@ def sums(problem: BackwardProblem) -> Sums:
     return Sums(tuple(found), terms, merged, left)
 
 
+def sent(problem: BackwardProblem) -> int:
+    """How many sums the programs of pattern `held` exchange."""
+    return len(sums(problem).summands) if problem.is_alike else 2 + len(problem.merged)
+
+
+def sums_a_word(problem: BackwardProblem) -> int:
+    """Of their messages: the second of two loses digits that float32 gradients have."""
+    has_long = any(problem.gradients[k].dtype.itemsize > 2 for k in problem.merged)
+    return 1 if has_long or problem.has_long_mantissas else 2
+
+
 def constant_along_lines(problem: BackwardProblem) -> set[str]:
     """The values of the epilogue's gradient that operands with one number for each line give, and numbers."""
     along = {operand_name(i) for i, operand in enumerate(problem.operands) if operand.axes in ALONG}

@@ -1,6 +1,5 @@
-"""A hand-written kernel, the functions generated for a problem, and a plan become something to launch: a kernel
-compiled for a target (no GPU needed), or an interpreted one. Triton's own guesses about arguments play no part: what
-the compiler is told about alignment and divisors is what the problem says."""
+"""A hand-written kernel, the functions generated for a problem, and a plan become something to launch. Triton's own guesses
+about arguments play no part: what the compiler is told about alignment and divisors is what the problem says."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -9,21 +8,20 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from warpnorm.codegen import along, cache, pointwise
+from warpnorm.codegen.kernel import Argument, BoundKernel
 from warpnorm.kernels.column import column_backward_kernel, column_forward_kernel
 from warpnorm.kernels.column_sum import column_sum_kernel
+from warpnorm.kernels.held import held_backward_kernel, held_forward_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
 from warpnorm.kernels.team import team_backward_kernel, team_forward_kernel
 from warpnorm.plan import grid
 from warpnorm.plan.device import Device
 from warpnorm.plan.grid import LARGEST_MERGE, merge_rows
-from warpnorm.plan.plan import ALL, COLUMN, FIRST, JOINT, LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.plan import ALL, COLUMN, FIRST, HELD, JOINT, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
     LARGEST_CLASS,
     NUMBER,
@@ -71,93 +69,10 @@ def _once(build: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
-class BoundKernel:
-    """One kernel for one target, loaded on the GPU that is current at its first launch."""
-
-    def __init__(
-        self,
-        kernel: Any,
-        arguments: dict[str, Any],
-        constants: dict[str, Any],
-        plan: Plan,
-        device: Device,
-        has_fused_multiply_add: bool = True,
-    ) -> None:
-        constants = {name: constants[name] for name in kernel.arg_names if name in constants}
-        self.kernel, self.constants = kernel, constants
-        self.compiled: Any = None
-        self._direct: Callable[..., None] | None = None
-        self._is_known = False  # whether there is a direct way
-        self.types = tuple(_types(argument) for argument in arguments.values())  # of what is handed over
-        if not device.is_interpreter:
-            signature = {name: _types(argument) for name, argument in arguments.items()}
-            signature |= dict.fromkeys(constants, "constexpr")
-            source = ASTSource(kernel, signature, constants, _attributes(arguments))
-            target = GPUTarget(device.backend, device.arch, device.warp_size)
-            options = {"num_warps": plan.warps, "enable_fp_fusion": has_fused_multiply_add}
-            if plan.pattern == TEAM:
-                options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
-                if plan.per_unit:
-                    threads = plan.per_unit * plan.warps * device.warp_size
-                    options["maxnreg"] = min(255, device.registers_per_unit // threads // 8 * 8)
-            if constants.get("IS_CHAINED"):
-                options["launch_pdl"] = True
-            self.compiled = triton.compile(source, target=target, options=options)
-
-    def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """The device of the arguments must be the current one."""
-        if self.compiled is None:
-            self.kernel[grid](*arguments, **self.constants)
-        elif self._direct is not None and not _has_hooks():
-            self._direct(grid, arguments)
-        else:
-            self.compiled[(*grid, 1, 1)[:3]](*arguments, *self.constants.values())
-            if not self._is_known:
-                self._is_known, self._direct = True, _direct(self.compiled, tuple(self.constants.values()))
-
-
-def _has_hooks() -> bool:
-    """Whether a profiler wants to be told of launches."""
-    hook = triton.knobs.runtime.launch_enter_hook
-    return hook is not None and bool(getattr(hook, "calls", True))
-
-
-def _direct(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None] | None:
-    """Triton's own launcher, without what it finds out anew for each launch, and given addresses, which it does not look up;
-    of the version whose launcher is known. A launch takes 9 us instead of 25."""
-    launcher = compiled.run
-    is_known = triton.__version__.startswith("3.6.") and type(launcher).__name__ == "CudaLauncher"
-    if not is_known or launcher.global_scratch_size or launcher.profile_scratch_size:
-        return None
-    launch, function, metadata = launcher.launch, compiled.function, compiled.packed_metadata
-    options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, metadata, None, None, None)
-    current_device, current_stream = torch.cuda.current_device, torch._C._cuda_getCurrentRawStream
-
-    def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        given = [tuple(map(_address, a)) if type(a) is tuple else _address(a) for a in arguments]
-        stream = current_stream(current_device())
-        launch(grid[0], grid[1] if len(grid) > 1 else 1, 1, stream, function, *options, *given, *constants)
-
-    return run
-
-
-def _address(argument: Any) -> Any:
-    return argument.data_ptr() if isinstance(argument, torch.Tensor) else argument
-
-
 def _can_chain(device: Device) -> bool:
     """Whether launches can be made ready before the one before them ends, which they wait for themselves. LayerNorm of 128 x
     1024 takes 1.5 us so and 1.9 otherwise, its backward 3.8 and 4.4. What runs by teams is launched in another way."""
     return device.backend == "cuda" and int(device.arch) >= 90
-
-
-class Argument:
-    """A kernel's argument as the compiler sees it: its type, and a number that divides it."""
-
-    __slots__ = ("divisor", "type")
-
-    def __init__(self, type: str, divisor: int = 1) -> None:
-        self.type, self.divisor = type, divisor
 
 
 @_once
@@ -181,6 +96,12 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         constants["HAS_RUNNING"] = bool(problem.running)
         return BoundKernel(column_forward_kernel, arguments, constants, plan, device)
     constants = _functions(functions, "load_columns", "load_rows", "prologue", "epilogue", "store")
+    if plan.pattern == HELD:
+        arguments = _of_pieces(problem, arguments) | {"eps": arguments["eps"]} | running
+        constants |= _functions(functions, "hold") | _held(problem, plan, device)
+        constants |= {"STATISTICS": len(problem.norm.statistics), "HAS_RUNNING": bool(problem.running)}
+        constants["IS_CORRECTED"] = problem.has_long_mantissas
+        return BoundKernel(held_forward_kernel, arguments, constants, plan, device)
     constants |= {"IS_CENTERED": problem.norm.is_centered, "IS_EXACT": _is_exact(problem, plan)}
     if plan.pattern == ROW:
         constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
@@ -241,6 +162,19 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
         constants["IS_LINEAR"] = pointwise.is_linear(problem)
         arguments = _lines(problem, plan, arguments | geometry, operands + problem.gradients)
         return BoundKernel(column_backward_kernel, arguments, constants, plan, device)
+    if plan.pattern == HELD:
+        constants = _functions(
+            cache.load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_rows", "hold", "prologue",
+            "epilogue_vjp", "prologue_vjp", "store", "add_first", "settle", "store_merged", "store_first",
+            "accumulate_last", "store_last",
+        )  # fmt: skip
+        constants |= {"FIRST_SUMS": len(along.sums(problem).summands), "LAST_SUMS": len(problem.left_last)}
+        constants |= {"MERGED": len(problem.merged), "COMPUTE": COMPUTE[problem.compute]} | _held(problem, plan, device)
+        constants |= {"IS_ALIKE": problem.is_alike, "SENT": along.sent(problem), "A_WORD": along.sums_a_word(problem)}
+        arguments["merged_ptrs"] = _pointers(problem, [problem.gradients[k] for k in problem.merged])
+        arguments["partials"] = tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.left)
+        arguments = _of_pieces(problem, arguments | geometry)
+        return BoundKernel(held_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
         return BoundKernel(team_backward_kernel, _with_mailbox(arguments | geometry), constants, plan, device)
@@ -316,6 +250,37 @@ def _column_sum(
         "IS_CHAINED": _can_chain(device),
     }
     return BoundKernel(column_sum_kernel, arguments, constants, plan, device)
+
+
+def _held(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
+    """The constants of pattern `held`."""
+    constants = {
+        "BLOCK_ROWS": plan.block_rows,
+        "BLOCK_COLS": plan.block_cols,
+        "CHUNKS": plan.chunks,
+        "MOST": plan.splits,
+        "STAGES": plan.stages,
+    }
+    is_exact = problem.cols_divisor % plan.block_cols == 0
+    return constants | {"FULL_CHUNKS": plan.chunks - (not is_exact), "RECOMPUTES": _recomputes(plan, device)}
+
+
+def _of_pieces(problem: Problem, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of pattern `held`, but for eps and running statistics."""
+    number = _number_type(problem)
+    named = ("operands", "outputs", "gradients", "merged_ptrs", "partials")
+    return {
+        **{name: arguments[name] for name in named if name in arguments},
+        "mailbox": Argument("*i64", ALIGNED),
+        "statistic_ptrs": arguments["statistic_ptrs"],
+        "strides": arguments["strides"],
+        "sizes": arguments["sizes"],
+        **({"rows": arguments["rows"]} if isinstance(problem, BackwardProblem) else {}),
+        "statistics": Argument(number),
+        "pieces": Argument(number),
+        "inner": Argument(number),
+        "cols": arguments["cols"],
+    }
 
 
 def _with_mailbox(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -436,17 +401,3 @@ def _number_type(problem: Problem) -> str:
 
 def _column_type(problem: Problem) -> str:
     return "i32" if problem.cols_class <= LARGEST_CLASS else "i64"
-
-
-def _types(argument: Any) -> Any:
-    return tuple(map(_types, argument)) if isinstance(argument, tuple) else argument.type
-
-
-def _attributes(arguments: dict[str, Any]) -> dict[tuple[int, ...], list[list[Any]]]:
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for i, argument in enumerate(arguments.values()):
-        paths = {(i, k): a for k, a in enumerate(argument)} if isinstance(argument, tuple) else {(i,): argument}
-        for path, leaf in paths.items():
-            if leaf.divisor > 1:
-                attributes[path] = [["tt.divisibility", leaf.divisor]]
-    return attributes

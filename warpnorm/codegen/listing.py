@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from warpnorm.codegen.bind import BoundKernel
+from warpnorm.codegen.kernel import BoundKernel
 
 
 @dataclass(frozen=True)

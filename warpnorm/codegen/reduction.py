@@ -4,7 +4,7 @@ which round, and how the warps come together."""
 import re
 from dataclasses import dataclass
 
-from warpnorm.codegen.bind import BoundKernel
+from warpnorm.codegen.kernel import BoundKernel
 
 
 @dataclass(frozen=True)

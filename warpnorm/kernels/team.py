@@ -2,12 +2,7 @@
 columns. They exchange the sums over their columns through global memory. They are persistent, as in `row.py`, and have two
 rows at hand: a program sends its sums of one, and while they travel it finishes the row before, which it loads once more,
 from L2. In registers are what does not vary by row, the sums over rows, and one chunk. The sums of forward are a mean and
-M2, which all merge in the same order.
-
-A message is one 64-bit word: a sum, and another whose last two bits say in which round it was sent, counted to four. It
-arrives at once: whoever finds the round has the sums. Four boxes take turns and make a round: who sends its message number
-n has the number n - 2 of everybody, who had then sent it and so had read the number n - 4, whose box this is. Numbers go on
-from launch to launch, and nothing has to be cleared."""
+M2, which all merge in the same order."""
 
 import triton
 import triton.language as tl
@@ -15,6 +10,7 @@ import triton.language as tl
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.chain import let_next_begin
 from warpnorm.kernels.masks import block_columns, rows_mask
+from warpnorm.kernels.messages import last_message, messages, of_row, send
 from warpnorm.kernels.statistics import (
     add_terms,
     corrected,
@@ -31,84 +27,12 @@ from warpnorm.kernels.statistics import (
     sum_terms,
 )
 
-BOXES = tl.constexpr(4)
-
-# Waits for the word at $2 to carry the round $3, and gives its two halves. Every thread waits for itself: a second read,
-# once another thread had seen the word arrive, would take as long as the wait. The word is sent by an atomic operation: an
-# ordinary store is overtaken by those reads (RMSNorm backward, 16384 columns: 82 % of copy speed, 51 with a store).
-RECEIVE = tl.constexpr(
-    """{
-    .reg .pred is_other;
-    .reg .b64 word;
-    .reg .b32 low, high, round;
-    again:
-    ld.relaxed.gpu.global.b64 word, [$2];
-    mov.b64 {low, high}, word;
-    and.b32 round, high, 3;
-    setp.ne.b32 is_other, round, $3;
-    @is_other bra again;
-    mov.b32 $0, low;
-    mov.b32 $1, high;
-    }"""
-)
-
-
-@triton.jit
-def last_message(mailbox, SPLITS: tl.constexpr):
-    """The number of the last message that this program sent: the boxes up to it are of the round of the first."""
-    own = tl.program_id(0) * BOXES * SPLITS + tl.program_id(1)
-    first = (tl.load(mailbox + own) >> 32).to(tl.int32) & 3
-    number = first * BOXES
-    for box in tl.static_range(1, BOXES):
-        number += (((tl.load(mailbox + own + box * SPLITS) >> 32).to(tl.int32) & 3) == first).to(tl.int32)
-    return number
-
-
-@triton.jit
-def box_of(mailbox, number, SPLITS: tl.constexpr):
-    return mailbox + (tl.program_id(0) * BOXES + (number % BOXES)) * SPLITS
-
-
-@triton.jit
-def send(sums, mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
-    """This program's sums, (1,), to the others and to itself. The second one is rounded: it loses two bits."""
-    round = (number // BOXES) & 3
-    low = sums[0].to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-    if IS_CENTERED:
-        bits = sums[1].to(tl.int32, bitcast=True)
-        bits += tl.where(sums[1] == sums[1], 2, 0)  # the largest of NaN's would become a zero
-        high = ((bits & -4) | round).to(tl.int64)
-    else:
-        high = tl.zeros((1,), tl.int64) + round
-    box = box_of(mailbox, number, SPLITS)
-    tl.atomic_xchg(box + tl.program_id(1) + tl.arange(0, 1), (high << 32) | low, sem="relaxed", scope="gpu")
-
-
-@triton.jit
-def messages(mailbox, number, SPLITS: tl.constexpr):
-    """The two numbers of every program of the team, (programs,), and which these are. Not as the columns of a tile: a thread
-    would have several of them then, and wait for one after another."""
-    lanes = tl.arange(0, triton.next_power_of_2(SPLITS))
-    members = tl.minimum(lanes, SPLITS - 1)  # nobody waits for a program that is not there
-    first, second = tl.inline_asm_elementwise(
-        RECEIVE, "=r,=r,l,r",
-        [(box_of(mailbox, number, SPLITS) + members).to(tl.int64), members * 0 + ((number // BOXES) & 3)],
-        dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-    first = tl.where(lanes < SPLITS, first.to(tl.float32, bitcast=True), 0.0)
-    second = tl.where(lanes < SPLITS, (second & -4).to(tl.float32, bitcast=True), 0.0)
-    return first, second, lanes
-
-
-@triton.jit
-def of_row(number):
-    return tl.zeros((1,), tl.float32) + number
-
 
 @triton.jit
 def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
     """The sums over the team, added in the same order by all."""
-    first, second, _ = messages(mailbox, number, SPLITS)
+    MOST: tl.constexpr = triton.next_power_of_2(SPLITS)
+    first, second, _ = messages(mailbox, number, SPLITS, MOST)
     if IS_CENTERED:
         return of_row(tl.sum(first, 0)), of_row(tl.sum(second, 0))
     else:
@@ -118,7 +42,8 @@ def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
 @triton.jit
 def receive_statistics(mailbox, number, cols, eps, IS_CENTERED: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr):
     """Of a row, from the means and M2 of its parts, of PART columns each but for the last; or from their sums of squares."""
-    first, second, lanes = messages(mailbox, number, SPLITS)
+    MOST: tl.constexpr = triton.next_power_of_2(SPLITS)
+    first, second, lanes = messages(mailbox, number, SPLITS, MOST, IS_POSITIVE=IS_CENTERED)
     if IS_CENTERED:
         count = tl.minimum(tl.maximum(cols - lanes * PART, 0), PART).to(tl.float32)
         mean = tl.sum(count * first, 0) / cols
@@ -152,7 +77,9 @@ def begin_forward(
         if RECOMPUTES:
             c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
         off, squares = row_deviations(c, mean, places, CHUNKS)
-        send(corrected(mean, tl.sum(squares, 1), tl.sum(off, 1), count), mailbox, number, SPLITS, True)
+        send(
+            corrected(mean, tl.sum(squares, 1), tl.sum(off, 1), count), mailbox, number, SPLITS, True, IS_POSITIVE=True
+        )
     else:
         send((row_total(c, places, False, CHUNKS),), mailbox, number, SPLITS, False)
 

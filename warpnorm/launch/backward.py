@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from warpnorm.codegen.bind import BoundKernel
+from warpnorm.codegen.kernel import BoundKernel
 from warpnorm.launch.described import describe, slots
 from warpnorm.launch.forward import in_bits, mailbox, on_device
 from warpnorm.plan import grid

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from warpnorm.codegen.bind import BoundKernel
+from warpnorm.codegen.kernel import BoundKernel
 from warpnorm.launch.backward import launch_sums
 from warpnorm.launch.forward import empty_statistics, in_bits, on_device
 from warpnorm.plan import grid

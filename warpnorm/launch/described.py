@@ -3,7 +3,7 @@
 import struct
 from typing import Any, NamedTuple
 
-from warpnorm.codegen.bind import BoundKernel
+from warpnorm.codegen.kernel import BoundKernel
 
 PACKED = {"fp32": ("<f", "<i"), "fp64": ("<d", "<q")}
 

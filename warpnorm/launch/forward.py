@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from warpnorm.codegen.bind import BoundKernel
 from warpnorm.codegen.expressions import FLOAT8
-from warpnorm.kernels.team import BOXES
+from warpnorm.codegen.kernel import BoundKernel
+from warpnorm.kernels.messages import BOXES
 from warpnorm.launch.described import describe, slots
 from warpnorm.plan import grid
 from warpnorm.plan.plan import ROW, TEAM, Plan
@@ -88,20 +88,43 @@ def empty_statistics(problem: ForwardProblem, rows: int, device: torch.device) -
 
 
 _mailboxes: dict[Any, torch.Tensor] = {}
+# Cleared words for the mailboxes of graphs: 1 MB at a time, 16 at the most. They are never given back, since graphs do not
+# say when they are gone
+STOCK, MOST_STOCKS = 1 << 17, 16
+_stock: list[torch.Tensor] = []
+_left: dict[torch.device, int] = {}
 
 
 def mailbox(plan: Plan, device: torch.device) -> torch.Tensor:
-    """Where the programs of a team leave their sums for each other: one for each stream, whose launches come one after
-    another, and for each kind of team, whose programs have then all sent equally many messages."""
-    words = plan.programs * BOXES.value * plan.splits
+    return team_mailbox(plan.programs, plan.splits, 1, device)
+
+
+def team_mailbox(teams: int, splits: int, length: int, device: torch.device) -> torch.Tensor:
+    """Where the programs of a team leave their sums for each other, in messages of `length` words: one for each stream,
+    whose launches come one after another, and for each kind of team, whose programs have then all sent equally many."""
+    words = teams * BOXES.value * splits * length
     if torch.cuda.is_current_stream_capturing():  # the graph may be replayed beside anything
-        return torch.zeros(words, dtype=torch.int64, device=device)
+        return _from_stock(words, device)
+    if _left.get(device, 0) < STOCK // 2 and len(_stock) < MOST_STOCKS:
+        _stock.append(torch.zeros(STOCK, dtype=torch.int64, device=device))
+        _left[device] = STOCK
     stream = torch.cuda.current_stream(device).cuda_stream
-    key = (device, stream, plan.splits, words)
+    key = (device, stream, splits, length, words)
     box = _mailboxes.get(key)
     if box is None:
         box = _mailboxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
     return box
+
+
+def _from_stock(words: int, device: torch.device) -> torch.Tensor:
+    """A mailbox for a launch in a graph, which nobody else ever has: one that was cleared beforehand, as long as there are,
+    so that the graph need not do so."""
+    left = _left.get(device, 0) - -(-words // 2) * 2  # each begins at a multiple of 16 bytes
+    if left < 0:
+        return torch.zeros(words, dtype=torch.int64, device=device)
+    _left[device] = left
+    stock = next(stock for stock in reversed(_stock) if stock.device == device)
+    return stock[left : left + words]
 
 
 def in_bits(operand: torch.Tensor | float) -> torch.Tensor | float:

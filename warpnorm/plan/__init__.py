@@ -4,6 +4,7 @@ device  the numbers of a device that plans follow from
 plan    the frozen record of what was chosen
 choose  the heuristics
 teams   those of programs that share a row
+pieces  those of rows in pieces that stay in registers
 needs   what a problem needs of a device
 grid    how many programs run a plan
 """

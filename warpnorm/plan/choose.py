@@ -4,7 +4,7 @@ row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 
 from dataclasses import replace
 
 from warpnorm.norms import CHANNEL, GROUPS
-from warpnorm.plan import grid, needs, teams
+from warpnorm.plan import grid, needs, pieces, teams
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
 from warpnorm.plan.plan import FIRST, JOINT, LAST, LONG_ROW, ROW, Plan
@@ -38,7 +38,10 @@ SHORT_ROW = 64
 LIGHT = frozenset({"add", "sub", "neg"})
 
 
-def forward(problem: ForwardProblem, device: Device) -> Plan:
+def forward(problem: ForwardProblem, device: Device, space: Space | None = None) -> Plan:
+    """`space`: of a norm by channel whose rows may be held in registers, for which their number counts."""
+    if space is not None and (plan := pieces.held(problem, space, device)):
+        return plan
     cols = problem.cols_class
     live = _live_words(problem)
     is_long = cols > _largest_row(problem) or live * cols > device.registers_per_unit * 3 // 4
@@ -137,7 +140,9 @@ def _epilogue_columns(problem: ForwardProblem) -> int:
     return sum(o.axes == COLUMN and operand_name(i) in read for i, o in enumerate(problem.operands))
 
 
-def backward(problem: BackwardProblem, device: Device) -> Plan:
+def backward(problem: BackwardProblem, device: Device, space: Space | None = None) -> Plan:
+    if space is not None and (plan := pieces.held(problem, space, device)):
+        return plan
     is_row = _is_short_across(problem) or (_has_whole_rows(problem) and problem.cols_class <= ROW_BY_CHANNEL)
     if problem.norm.is_by_channel and not is_row:
         return column(problem, device)

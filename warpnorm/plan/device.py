@@ -1,6 +1,6 @@
 """The numbers of a device that plans follow from, read off the GPU at hand or given for one that is not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -17,6 +17,11 @@ class Device:
     registers_per_unit: int
     shared_bytes: int  # the most that one program can have
     cache_bytes: int  # of L2
+    has_teams: bool = True  # programs that all run at the same time
+
+    def registers(self, warps: int) -> int:
+        """That each thread can have where a multiprocessor, which has four schedulers, holds so many warps."""
+        return min(255, self.registers_per_unit // 4 // (-(-warps // 4) * self.warp_size) // 8 * 8)
 
     @property
     def is_interpreter(self) -> bool:
@@ -45,9 +50,26 @@ KNOWN = {
 }
 
 
-@cache
 def of(device: torch.device) -> Device:
     """The numbers of a GPU; tensors on a CPU are the interpreter's."""
+    found = _numbers(device)
+    return replace(found, has_teams=False) if _number(device) in _without_teams else found
+
+
+def refuse_teams(device: torch.device) -> None:
+    """For one that did not launch a team, whatever the reason: it gets no plans for them any more."""
+    _without_teams.add(_number(device))
+
+
+_without_teams: set[int | None] = set()
+
+
+def _number(device: torch.device) -> int | None:
+    return torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
+
+
+@cache
+def _numbers(device: torch.device) -> Device:
     if device.type == "cpu":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)

@@ -3,7 +3,7 @@
 from math import lcm, prod
 from typing import NamedTuple
 
-from warpnorm.plan.plan import ALL, JOINT, LONG_ROW, TEAM, Plan
+from warpnorm.plan.plan import ALL, HELD, JOINT, LONG_ROW, TEAM, Plan
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
 from warpnorm.plan.plan import ROW as ROW_PATTERN
 from warpnorm.problem import COLUMN, GROUP, GROUP_SCALAR, ROW, BackwardProblem, Operand, inner_lines
@@ -28,11 +28,21 @@ class Sum(NamedTuple):
 
 
 def forward(plan: Plan, space: Space) -> tuple[int, int]:
+    if plan.pattern == HELD:
+        return held(plan, space)
     blocks = -(-space.rows // plan.block_rows)
     return min(blocks, plan.programs or blocks), plan.splits
 
 
+def held(plan: Plan, space: Space) -> tuple[int, int]:
+    """Teams, and programs of one, of pattern `held`."""
+    splits = -(-space.pieces // plan.block_rows)
+    return min(plan.programs // splits, space.statistics), splits
+
+
 def backward(plan: Plan, space: Space) -> tuple[int, int]:
+    if plan.pattern == HELD:
+        return held(plan, space)
     by_rows, by_cols = _shares(plan, space)
     if plan.pattern == LONG_ROW:
         return by_cols, by_rows
@@ -196,7 +206,7 @@ def line_sum(plan: Plan, space: Space, gradient: Operand) -> Sum:
 def left(plan: Plan, problem: BackwardProblem) -> tuple[int, ...]:
     """Which gradients leave partial sums behind, in the order in which the pattern `column` has them. Where programs wait
     for what they merge, that is as little as it must be: of BatchNorm fp32, by turns, backward would be a tenth slower."""
-    return problem.left if plan.tasks != ALL else (*problem.left, *problem.merged)
+    return problem.left if plan.tasks != ALL or plan.pattern == HELD else (*problem.left, *problem.merged)
 
 
 def gradient_sum(plan: Plan, space: Space, problem: BackwardProblem, which: int) -> Sum:

@@ -6,6 +6,7 @@ ROW = "row"
 LONG_ROW = "long_row"
 TEAM = "team"
 COLUMN = "column"
+HELD = "held"
 
 ALL, FIRST, LAST, JOINT = "all", "first", "last", "merge and last"  # tasks
 
@@ -13,7 +14,7 @@ ALL, FIRST, LAST, JOINT = "all", "first", "last", "merge and last"  # tasks
 @dataclass(frozen=True)
 class Plan:
     """`programs`: how many persistent programs share the rows; 0 is one for each block of rows.
-    `splits`: how many programs are a team, which shares a row.
+    `splits`: how many programs are a team, which shares a row; of pattern `held`, how many it may have at the most.
     `chunks`: how many blocks of columns, one after another, are one program's part of it, or the row; 0 in `column` is as
     many as leave `programs` in all.
     `ahead`: how many first tasks are begun, of pattern `column`, between those of a row and its merging, and again between
@@ -27,7 +28,7 @@ class Plan:
     for it (`row`, forward, a program for each block of rows).
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
     `per_unit`: so many programs of a team must fit on a multiprocessor, if not 0: they have no more registers than that
-    leaves (`team`).
+    leaves (`team`, `held`).
     `why`: what the choice followed from; it makes no difference between plans."""
 
     pattern: str

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import COLUMN, LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.plan import COLUMN, HELD, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import BackwardProblem, ForwardProblem
 
 WARPS = (1, 2, 4, 8, 16, 32)
@@ -26,6 +26,8 @@ def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device
         found += _columns(chosen)
     elif chosen.pattern == TEAM:
         found += _teams(chosen, device)
+    elif chosen.pattern == HELD:
+        found += _held(chosen, device)
     if chosen.pattern == ROW:
         found += _rows(chosen, cols, device, is_backward)
     if chosen.pattern == LONG_ROW or (
@@ -33,6 +35,12 @@ def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device
     ):
         found += _walks(cols, device, is_backward)
     return tuple(dict.fromkeys(found))
+
+
+def _held(chosen: Plan, device: Device) -> Iterator[Plan]:
+    """Programs of two or four warps; a scheduler has as many of these as another."""
+    for per_unit, stages in product(range(4 // chosen.warps, 24 // chosen.warps + 1, 4 // chosen.warps), (1, *STAGES)):
+        yield replace(chosen, programs=device.units * per_unit, per_unit=per_unit, stages=stages, why="tried")
 
 
 def _rows(chosen: Plan, cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
-from warpnorm import arguments, pipeline, reference, repeat, settings
+from warpnorm import arguments, library, pipeline, reference, repeat, settings
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
-from warpnorm.problem import FULL, Call, Running, compute_dtype
+from warpnorm.problem import FULL, Axes, Call, Running, compute_dtype
 from warpnorm.reference import Affine, FixedAffine, Itself
 
 Shape = int | Sequence[int]
@@ -45,7 +45,8 @@ def layer_norm(
     The result has the dtype of `input`.
     """
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
-    if is_plain and not torch.compiler.is_compiling() and repeat.quick is not None:
+    is_plain = is_plain and not torch.compiler.is_compiling()
+    if is_plain and repeat.quick is not None:
         found = repeat.quick(LAYER_NORM, eps, normalized_shape, input, weight, bias)
         if found is not None:
             return found
@@ -100,7 +101,8 @@ def rms_norm(
     `layer_norm`, and so are the weights and dtypes that it takes.
     """
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
-    if is_plain and not torch.compiler.is_compiling() and repeat.quick is not None:
+    is_plain = is_plain and not torch.compiler.is_compiling()
+    if is_plain and repeat.quick is not None:
         found = repeat.quick(RMS_NORM, eps, normalized_shape, input, weight)
         if found is not None:
             return found
@@ -294,7 +296,7 @@ def instance_norm(
         output, *rows = _by_channel_kernels(norm, input, channels, weight, bias, eps, out)
         mean, rstd, *variance = (row.view(-1, channels) for row in rows)
         if variance:
-            update_running(running_mean, running_var, mean, variance[0], count, momentum)
+            reference.update_running(running_mean, running_var, mean, variance[0], count, momentum)
         return (output, mean, rstd) if return_stats else output
     statistics = _statistics(input, channels, weight, bias, eps) if return_stats else ()
     output = reference.instance_norm(input, running_mean, running_var, weight, bias, momentum, eps)
@@ -310,29 +312,8 @@ def normalize_and_average(
         return pipeline.normalize(call, operands, out, running)
     results = pipeline.normalize(call, operands, out)
     mean, _, variance = (statistic.detach() for statistic in results[len(call.outputs) :])
-    update_running(running.mean, running.variance, mean, variance, running.size, running.momentum)
+    reference.update_running(running.mean, running.variance, mean, variance, running.size, running.momentum)
     return results
-
-
-def update_running(
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    mean: torch.Tensor,
-    variance: torch.Tensor,
-    count: int,
-    momentum: float,
-) -> None:
-    """Average into the running statistics a mean and a biased variance, (C,) or (N, C), each of `count` values."""
-    if running_mean is None or running_var is None:
-        return
-    with torch.no_grad():
-        unbiased = count / (count - 1)
-        for running, new, factor in ((running_mean, mean, momentum), (running_var, variance, momentum * unbiased)):
-            new = new.mean(0) if new.ndim == 2 else new
-            wide = running.to(compute_dtype([running.dtype, new.dtype]))  # itself, where it is no narrower
-            wide.mul_(1 - momentum).add_(new, alpha=factor)
-            if wide is not running:
-                running.copy_(wide)
 
 
 def _is_zero(weight_offset: float) -> bool:
@@ -464,13 +445,18 @@ def _by_channel_kernels(
     norm; `fixed` are its running statistics in evaluation, and `running` in training."""
     mask = (False, True, *[False] * (input.ndim - 2))
     parameters = [_by_channel(p, input) for p in (*(fixed or ()), weight, bias) if p is not None]
-    epilogue: Affine | FixedAffine = Affine(weight is not None, bias is not None)
-    if fixed is not None:
-        norm, epilogue = FIXED_NORM, FixedAffine(eps, weight is not None, bias is not None)
-    call = Call(
-        norm, 1, eps, Itself(), epilogue, (FULL, *[mask] * len(parameters)), (input.dtype,), groups=groups
-    )  # fmt: skip
-    output, *statistics = normalize_and_average(call, [input, *parameters], out, running)
+    axes: tuple[Axes, ...] = (FULL, *[mask] * len(parameters))
+    if torch.compiler.is_compiling():
+        flags = (weight is not None, bias is not None, 0.0, axes, input.dtype, groups, fixed is not None)
+        text = library.affine_text(norm.name, 1, eps, *flags)
+        own = FIXED_NORM if fixed is not None else norm
+        output, *statistics = library.normalize(own, text, [input, *parameters], out=out, running=running)
+    else:
+        epilogue: Affine | FixedAffine = Affine(weight is not None, bias is not None)
+        if fixed is not None:
+            norm, epilogue = FIXED_NORM, FixedAffine(eps, weight is not None, bias is not None)
+        call = Call(norm, 1, eps, Itself(), epilogue, axes, (input.dtype,), groups=groups)
+        output, *statistics = normalize_and_average(call, [input, *parameters], out, running)
     if fixed is not None:
         mean, variance = (buffer.detach().to(compute_dtype([input.dtype])) for buffer in fixed)
         return output, mean, torch.rsqrt(variance + eps)

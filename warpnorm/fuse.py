@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from warpnorm import functional, norms, pipeline, repeat
+from warpnorm import functional, norms, pipeline, reference, repeat
 from warpnorm.errors import InputError, InputTypeError
 from warpnorm.problem import Call, Running
 from warpnorm.trace import environment, fusion, handlers
@@ -293,7 +293,7 @@ def apply_effect(
     count = results[0].numel() // mean.numel()
     if call.groups:
         mean, variance = mean.view(-1, channels), variance.view(-1, channels)
-    functional.update_running(effect.mean(tensors), effect.variance(tensors), mean, variance, count, effect.momentum)
+    reference.update_running(effect.mean(tensors), effect.variance(tensors), mean, variance, count, effect.momentum)
 
 
 def draw(device: torch.device) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 from warpnorm import settings
@@ -47,10 +49,13 @@ SMALL_SAMPLE = 1 << 14
 SMALL_BATCH = 1 << 16
 LONE_SAMPLE = 1 << 18  # of a norm alone
 PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+TRACED_TYPES = (*PLAIN_TYPES, FakeTensor, FunctionalTensor)
 
 
 def route(input: torch.Tensor, *parameters: torch.Tensor | float | None, is_large: bool = True) -> str:
     """`kernels`, `native` or `reference`: the one place that decides. `is_large`: native code is worth a call."""
+    if torch.compiler.is_compiling():
+        settings.prepare()
     forced = settings.current().route
     if forced == "kernels":
         if not has_triton():
@@ -63,19 +68,17 @@ def route(input: torch.Tensor, *parameters: torch.Tensor | float | None, is_larg
         if not has_compiler():
             raise UnavailableError(f"native code needs a compiler: {why_no_compiler()}; or set WARPNORM_ROUTE=auto")
         return (
-            "native"
-            if input.is_cpu and input.numel() > 0 and not is_seen_through((input, *parameters))
-            else "reference"
+            "native" if input.is_cpu and input.numel() > 0 and not is_left_alone((input, *parameters)) else "reference"
         )
     if forced != "auto":
         return forced
     if input.is_cpu and not input.is_cuda:
         if not is_large or input.numel() == 0 or settings.is_interpreting():
             return "reference"
-        return "native" if not is_seen_through((input, *parameters)) and has_compiler() else "reference"
+        return "native" if not is_left_alone((input, *parameters)) and has_compiler() else "reference"
     if not input.is_cuda or input.numel() == 0 or not has_triton() or settings.is_interpreting():
         return "reference"
-    return "reference" if is_seen_through((input, *parameters)) else "kernels"
+    return "reference" if is_left_alone((input, *parameters)) else "kernels"
 
 
 def is_large(norm: Norm, shape: Sequence[int], cols: int) -> bool:
@@ -103,6 +106,7 @@ def smallest_row(norm: Norm) -> int:
     return SMALL_ROW if norm.is_centered else SMALL_LONE_ROW
 
 
+@settings.constant
 def has_compiler() -> bool:
     from warpnorm.cpu import build
 
@@ -160,8 +164,29 @@ def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
     )
 
 
-@cache
+def is_traced(tensors: Sequence[torch.Tensor | float | None]) -> bool:
+    """Whether a compiler or an export sees the call, and nothing else does: then it may become one operator of
+    `library.py`."""
+    return (
+        torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+        and all(type(t) in TRACED_TYPES or not isinstance(t, torch.Tensor) for t in tensors)
+    )
+
+
+def is_left_alone(tensors: Sequence[torch.Tensor | float | None]) -> bool:
+    """Whether what sees the call has to see PyTorch's own operators."""
+    return is_seen_through(tensors) and not is_traced(tensors)
+
+
+@settings.constant
 def has_triton() -> bool:
+    return _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
     return sys.platform == "linux" and find_spec("triton") is not None
 
 

@@ -217,6 +217,27 @@ def fixed_statistics(
     return running_mean.detach().to(dtype, copy=True), torch.rsqrt(running_var.detach().to(dtype) + eps)
 
 
+def update_running(
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    count: int,
+    momentum: float,
+) -> None:
+    """Average into the running statistics a mean and a biased variance, (C,) or (N, C), each of `count` values."""
+    if running_mean is None or running_var is None:
+        return
+    with torch.no_grad():
+        unbiased = count / (count - 1)
+        for running, new, factor in ((running_mean, mean, momentum), (running_var, variance, momentum * unbiased)):
+            new = new.mean(0) if new.ndim == 2 else new
+            wide = running.to(compute_dtype([running.dtype, new.dtype]))  # itself, where it is no narrower
+            wide.mul_(1 - momentum).add_(new, alpha=factor)
+            if wide is not running:
+                running.copy_(wide)
+
+
 def _widened(*tensors: torch.Tensor | None) -> list[Any]:
     """All in one dtype, that of computation."""
     compute = _compute_dtype(*tensors)

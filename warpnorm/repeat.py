@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-from warpnorm import pipeline, settings
+from warpnorm import library, pipeline, settings
 from warpnorm.errors import InputError
 from warpnorm.launch import launcher
 from warpnorm.launch.autograd import RepeatedNormalization, are_batched, gradients_of, is_differentiated
@@ -263,6 +263,8 @@ def first(
     if bias is not None:
         operands.append(spread(bias))
         axes.append(COLUMN)
+    if torch.compiler.is_compiling():
+        return _as_operator(norm, input, len(shape), operands, axes, eps, weight_offset, out, bias is not None)
     epilogue = Affine(weight is not None, bias is not None, weight_offset)
     call = Call(norm, len(shape), eps, Itself(), epilogue, tuple(axes), (input.dtype,))
     output, *statistics = pipeline.normalize(call, operands, out)
@@ -273,8 +275,32 @@ def first(
         repeat = Repeat(call, given)  # type: ignore[arg-type]
         if repeat.can_run:
             _seen[key] = repeat
-    stat_shape = (*input.shape[: input.ndim - len(shape)], *(1 for _ in shape))
-    return output, *(statistic.view(stat_shape) for statistic in statistics)
+    return output, *_shaped(statistics, input, len(shape))
+
+
+def _as_operator(
+    norm: Norm,
+    input: torch.Tensor,
+    col_dims: int,
+    operands: Sequence[torch.Tensor | float],
+    axes: Sequence[str],
+    eps: float,
+    weight_offset: float,
+    out: torch.Tensor | None,
+    has_bias: bool,
+) -> tuple[torch.Tensor, ...]:
+    """The same as one operator of PyTorch's library."""
+    has_weight = len(operands) > 1 + has_bias
+    text = library.affine_text(norm.name, col_dims, eps, has_weight, has_bias, weight_offset, list(axes), input.dtype)
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    numbers = [operand for operand in operands if not isinstance(operand, torch.Tensor)]
+    output, *statistics = library.normalize(norm, text, tensors, numbers, out)
+    return output, *_shaped(statistics, input, col_dims)
+
+
+def _shaped(statistics: Sequence[torch.Tensor], input: torch.Tensor, col_dims: int) -> list[torch.Tensor]:
+    shape = (*input.shape[: input.ndim - col_dims], *[1] * col_dims)
+    return [statistic.view(shape) for statistic in statistics]
 
 
 def spread(parameter: torch.Tensor) -> torch.Tensor:

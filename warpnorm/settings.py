@@ -1,17 +1,18 @@
 """The only reader of the environment. Read at first use, never at import; can be overridden in a block."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from warpnorm.errors import SettingError
 
 ROUTES = ("auto", "kernels", "native", "reference")
 LAUNCHERS = ("auto", "compiled", "python")
 KEEP_MB = 256
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,20 @@ _known: dict[
     Settings, Settings
 ] = {}  # equal ones are the same object, which is how calls that were seen before know them
 _is_interpreting: bool | None = None
+
+
+def constant(function: F) -> F:
+    """Marks a function whose answer a compiler may keep. As `torch.compiler.assume_constant_result`, without the second that
+    its import takes."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant
+def prepare() -> None:
+    """Reads the environment if nobody has, so that a compiler that traces a call finds everything settled."""
+    current()
+    is_interpreting()
 
 
 def current() -> Settings:

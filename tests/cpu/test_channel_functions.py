@@ -17,7 +17,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 import warpnorm
 from cpu.channel_truth import FUNCTIONS, Arguments, check, ours, pytorch, run, truth
 from cpu.truth import DTYPES, assert_accurate, name_of, random
-from warpnorm.functional import update_running
+from warpnorm.reference import update_running
 
 MODES = [
     ("batch_norm", True),

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2] / "warpnorm"
 FILES = sorted(ROOT.rglob("*.py"))
 LINE = (
     "errors, settings < problem, norms, space < reference, trace < plan < kernels < codegen < launch, cpu < pipeline"
-    " < repeat < functional, fuse, explain < blocks < nn < parallel, integrate < bench < cli"
+    " < library < repeat < functional, fuse, explain < blocks < nn < parallel, integrate < bench < cli"
 )
 LEVEL = {name.strip(): level for level, names in enumerate(LINE.split("<")) for name in names.split(",")}
 LEVEL |= {"version": 0, "arguments": LEVEL["functional"], "__init__": len(LEVEL), "__main__": len(LEVEL)}

@@ -6,4 +6,5 @@ column    norms by channel: tasks by turns in one launch, or a launch for each k
 autograd  forward and backward as one differentiable operation
 launcher  calls that were seen before, by compiled code (launcher.cpp): how it is built
 described what it is told of a launch
+call_text a call as a text, and back
 """

@@ -114,34 +114,47 @@ class NormalizationBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        is_differentiated_again = torch.is_grad_enabled()
-        count = len(ctx.call.outputs)
-        with torch.enable_grad():
-            tensors = _with_numbers([_as_input(tensor) for tensor in ctx.saved_tensors], ctx.numbers)
-            grad_outputs, operands = tensors[:count], tensors[count:]
-            outputs = composite(ctx.call, *operands)
-            given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
-            first = [operands[i] for i in ctx.wanted]
-            gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
-                [o for o, _ in given], first, [g for _, g in given], create_graph=True, allow_unused=True
+        needed = [i - 4 for i, need in enumerate(ctx.needs_input_grad) if need]
+        tensors = _with_numbers(ctx.saved_tensors, ctx.numbers)
+        found = second_gradients(ctx.call, ctx.wanted, tensors, grad_gradients, needed)
+        return tuple(found.get(i - 4) for i in range(len(ctx.needs_input_grad)))
+
+
+def second_gradients(
+    call: Call,
+    wanted: Sequence[int],
+    tensors: Sequence[Any],
+    grad_gradients: Sequence[torch.Tensor | None],
+    needed: Sequence[int],
+) -> dict[int, torch.Tensor | None]:
+    """Of the gradients of the operands in `wanted`, by those of `tensors` that are `needed`: the gradients of the outputs,
+    then the operands."""
+    is_differentiated_again = torch.is_grad_enabled()
+    count = len(call.outputs)
+    with torch.enable_grad():
+        inputs = [_as_input(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+        grad_outputs, operands = inputs[:count], inputs[count:]
+        outputs = composite(call, *operands)
+        given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        first = [operands[i] for i in wanted]
+        gradients: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            [o for o, _ in given], first, [g for _, g in given], create_graph=True, allow_unused=True
+        )
+        pairs = [
+            (gradient, grad)
+            for gradient, grad in zip(gradients, grad_gradients, strict=True)
+            if gradient is not None and grad is not None and gradient.requires_grad
+        ]
+        second: Sequence[torch.Tensor | None] = [None] * len(needed)
+        if pairs:
+            second = torch.autograd.grad(
+                [gradient for gradient, _ in pairs],
+                [inputs[i] for i in needed],
+                [grad for _, grad in pairs],
+                create_graph=is_differentiated_again,
+                allow_unused=True,
             )
-            needed = [i for i, need in enumerate(ctx.needs_input_grad) if need]
-            pairs = [
-                (gradient, grad)
-                for gradient, grad in zip(gradients, grad_gradients, strict=True)
-                if gradient is not None and grad is not None and gradient.requires_grad
-            ]
-            second: Sequence[torch.Tensor | None] = [None] * len(needed)
-            if pairs:
-                second = torch.autograd.grad(
-                    [gradient for gradient, _ in pairs],
-                    [tensors[i - 4] for i in needed],
-                    [grad for _, grad in pairs],
-                    create_graph=is_differentiated_again,
-                    allow_unused=True,
-                )
-        found = dict(zip(needed, second, strict=True))
-        return tuple(found.get(i) for i in range(len(ctx.needs_input_grad)))
+    return dict(zip(needed, second, strict=True))
 
 
 def gradients_of(

@@ -1,0 +1,323 @@
+"""Calls as operators of PyTorch's library, for what sees operators only: `torch.compile` and `torch.export`. Two operators
+stand for every call, forward and backward, each told by a text which call it is; on tensors with memory they run as
+`pipeline.py` runs any call. Calls that nobody traces never come here."""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from warpnorm import pipeline, settings
+from warpnorm.launch import call_text
+from warpnorm.launch.autograd import composite_gradients, second_gradients
+from warpnorm.norms import CHANNEL, FIXED_NORM, GROUPS, Norm
+from warpnorm.problem import FULL, NUMBER, Axes, Call, Running, compute_dtype
+from warpnorm.reference import Affine, FixedAffine, Itself, composite, statistics, update_running
+from warpnorm.space import Gradients
+from warpnorm.trace import at_hand, capture
+
+ALIGNED = 4  # numbers: what lies between two statistics is a multiple of them
+
+_library = torch.library.Library("warpnorm", "FRAGMENT")
+_tags = (torch.Tag.pt2_compliant_tag,)
+_library.define("norm(Tensor[] operands, float[] numbers, str call) -> Tensor[]", tags=_tags)
+_library.define(
+    "norm_backward(Tensor[] grad_outputs, int[] given, Tensor[] operands, float[] numbers, Tensor statistics, int[] wanted,"
+    " str call) -> Tensor[]",
+    tags=_tags,
+)
+
+
+@torch.library.impl(_library, "norm", "CompositeExplicitAutograd")
+def _norm(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> list[torch.Tensor]:
+    """[*outputs, statistics], one row for each kind of them."""
+    call = call_text.read(text)
+    operands = _with_numbers(call, tensors, numbers)
+    if _is_run(call, operands):
+        outputs, found = pipeline.forward(call, operands)
+    else:
+        outputs, found = composite(call, *operands), ()
+        outputs = tuple(_laid(output, call, operands) for output in outputs)
+        if call.norm.is_computed:
+            named = statistics(call, *operands)
+            found = tuple(named[name].expand(_rows(call, tensors)) for name in call.norm.statistics)
+    return [*outputs, _together(found, call, tensors)]
+
+
+@torch.library.register_fake("warpnorm::norm", lib=_library)
+def _(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> list[torch.Tensor]:
+    call = call_text.read(text)
+    shape = _shape(call, tensors)
+    device = pipeline.device_of(tensors)
+    outputs = [pipeline.empty_output(call, _full(call, tensors), shape, dtype, device) for dtype in call.outputs]
+    return [*outputs, _empty_statistics(call, tensors)]
+
+
+@torch.library.impl(_library, "norm_backward", "CompositeExplicitAutograd")
+def _norm_backward(
+    grad_outputs: Sequence[torch.Tensor],
+    given: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    rows: torch.Tensor,
+    wanted: Sequence[int],
+    text: str,
+) -> list[torch.Tensor]:
+    """The gradients of the operands in `wanted`, by those of the outputs in `given`."""
+    call = call_text.read(text)
+    operands = _with_numbers(call, tensors, numbers)
+    grads = _of_outputs(call, grad_outputs, given)
+    found: dict[int, Any]
+    if _is_run(call, operands):
+        found = pipeline.backward(call, operands, grads, _apart(rows), tuple(wanted))
+    else:
+        by_definition = composite_gradients(call, operands, grads, wanted)
+        found = {i: _empty_gradient(call, operands[i]).copy_(g) for i, g in by_definition.items() if g is not None}
+    gradients: list[torch.Tensor] = []
+    for i in wanted:
+        gradient = found.get(i)
+        if gradient is None:
+            gradient = _empty_gradient(call, operands[i]).zero_()
+        is_there = any(gradient is other for other in gradients)
+        gradients.append(gradient.clone() if is_there else gradient)
+    return gradients
+
+
+@torch.library.register_fake("warpnorm::norm_backward", lib=_library)
+def _(
+    grad_outputs: Sequence[torch.Tensor],
+    given: Sequence[int],
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    rows: torch.Tensor,
+    wanted: Sequence[int],
+    text: str,
+) -> list[torch.Tensor]:
+    call = call_text.read(text)
+    operands = _with_numbers(call, tensors, numbers)
+    return [_empty_gradient(call, operands[i]) for i in wanted]
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
+    tensors, numbers, text = inputs
+    call = call_text.read(text)
+    *outputs, rows = output
+    ctx.numbers, ctx.text, ctx.count = list(numbers), text, len(tensors)
+    ctx.kept = [(i,) for i in range(len(tensors))]  # whose gradient that of each kept tensor is
+    short = _shortcut(call, tensors) if not numbers else None
+    if short is not None:
+        ctx.text = call_text.written(short.call)
+        ctx.kept = [short.summed, *((i,) for i in short.others)]
+        tensors = [outputs[short.output], *(tensors[i] for i in short.others)]
+    detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
+    ctx.mark_non_differentiable(*detached, rows)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, rows)
+
+
+def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    call = call_text.read(ctx.text)
+    *tensors, rows = ctx.saved_tensors
+    grad_outputs = list(grads[: len(call.outputs)])
+    results: list[torch.Tensor | None] = [None] * ctx.count
+    needs = ctx.needs_input_grad[0]
+    mine = tuple(k for k, which in enumerate(ctx.kept) if any(needs[i] for i in which))
+    if mine and any(grad is not None for grad in grad_outputs):
+        found = _gradients(call, ctx.text, grad_outputs, tensors, ctx.numbers, rows, mine)
+        for k, which in enumerate(ctx.kept):
+            for i in which:
+                results[i] = found.get(k) if needs[i] else None
+    return results, _nothing(ctx.numbers), None
+
+
+def _gradients(
+    call: Call,
+    text: str,
+    grad_outputs: Sequence[torch.Tensor | None],
+    tensors: Sequence[torch.Tensor],
+    numbers: Sequence[float],
+    rows: torch.Tensor,
+    mine: tuple[int, ...],
+) -> dict[int, torch.Tensor]:
+    """By the numbers of the tensors, those of `mine` that depend on an output with a gradient."""
+    places = [i for i, axes in enumerate(call.axes) if axes != NUMBER]
+    given = tuple(i for i, grad in enumerate(grad_outputs) if grad is not None)
+    inside, compute = _inside(call, tensors)
+    graphs = capture.forward_graphs(call.prologue, call.epilogue, inside, compute)
+    gradients = Gradients.of(graphs, given, tuple(places[k] for k in mine))
+    same: dict[int, int] = {}
+    if not call.norm.is_by_channel and gradients.wanted:
+        dtypes = tuple(tensors[places.index(i)].dtype for i in gradients.wanted)
+        same = at_hand.twins(call, inside, compute, gradients, dtypes)
+    wanted = [i for i in gradients.wanted if i not in same]
+    if not wanted:
+        return {}
+    grads = [grad for grad in grad_outputs if grad is not None]
+    values = torch.ops.warpnorm.norm_backward(grads, given, tensors, numbers, rows, wanted, text)
+    found = dict(zip(wanted, values, strict=True))
+    found |= {twin: found[i] for twin, i in same.items()}
+    return {places.index(i): gradient for i, gradient in found.items()}
+
+
+def _keep_for_second(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
+    grad_outputs, given, tensors, numbers, _, wanted, text = inputs
+    ctx.numbers, ctx.given, ctx.wanted, ctx.text = list(numbers), tuple(given), tuple(wanted), text
+    ctx.save_for_backward(*grad_outputs, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _second(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    """By the composite: PyTorch's operators, which can be differentiated any number of times."""
+    call, count = call_text.read(ctx.text), len(ctx.given)
+    grad_outputs = _of_outputs(call, ctx.saved_tensors[:count], ctx.given)
+    operands = _with_numbers(call, ctx.saved_tensors[count:], ctx.numbers)
+    places = [*ctx.given, *(len(grad_outputs) + i for i, axes in enumerate(call.axes) if axes != NUMBER)]
+    needs = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[2]]
+    needed = [place for place, need in zip(places, needs, strict=True) if need]
+    found = second_gradients(call, ctx.wanted, [*grad_outputs, *operands], grads, needed)
+    second = [found.get(place) for place in places]
+    nothing = None, _nothing(ctx.wanted), None
+    return second[:count], _nothing(ctx.given), second[count:], _nothing(ctx.numbers), *nothing
+
+
+def _of_outputs(call: Call, grads: Sequence[torch.Tensor], given: Sequence[int]) -> list[torch.Tensor | None]:
+    by_output = dict(zip(given, grads, strict=True))
+    return [by_output.get(i) for i in range(len(call.outputs))]
+
+
+torch.library.register_autograd("warpnorm::norm", _backward, setup_context=_keep_for_backward, lib=_library)
+torch.library.register_autograd("warpnorm::norm_backward", _second, setup_context=_keep_for_second, lib=_library)
+
+
+@settings.constant
+def affine_text(
+    norm: str,
+    col_dims: int,
+    eps: float,
+    has_weight: bool,
+    has_bias: bool,
+    weight_offset: float,
+    axes: Any,
+    dtype: torch.dtype,
+    groups: int = 0,
+    is_fixed: bool = False,
+) -> str:
+    """Of a norm alone, with its weight and bias; `is_fixed`: batch norm by its running statistics. A compiler takes it for
+    a constant of these arguments."""
+    own: tuple[Axes, ...] = tuple(tuple(a) if isinstance(a, list) else a for a in axes)
+    epilogue: Any = Affine(has_weight, has_bias, weight_offset)
+    if is_fixed:
+        epilogue = FixedAffine(eps, has_weight, has_bias)
+    found = FIXED_NORM if is_fixed else call_text.NORMS[norm]
+    text = call_text.written(Call(found, col_dims, eps, Itself(), epilogue, own, (dtype,), groups=groups))
+    assert text is not None
+    return text
+
+
+def normalize(
+    norm: Norm,
+    text: str,
+    operands: Sequence[torch.Tensor],
+    numbers: Sequence[float] = (),
+    out: torch.Tensor | None = None,
+    running: Running | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """(*outputs, *statistics) of a call, by the operator; the rest of what it does by PyTorch's own."""
+    *outputs, rows = torch.ops.warpnorm.norm(list(operands), list(numbers), text)
+    found = [rows[i] for i in range(len(norm.statistics))]
+    if out is not None:
+        outputs = [out.copy_(outputs[0])]
+    if running is not None:
+        mean, _, variance = found
+        update_running(running.mean, running.variance, mean, variance, running.size, running.momentum)
+    return *outputs, *found
+
+
+def _nothing(numbers: Sequence[float]) -> list[Any] | None:
+    """The gradient of a list of numbers: PyTorch takes one without elements for a list of tensors."""
+    return None if numbers else []
+
+
+def _is_run(call: Call, operands: Sequence[torch.Tensor | float]) -> bool:
+    """Whether kernels or native code run a call here; otherwise its definition does, by PyTorch's operators."""
+    tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    if any(tensor.numel() == 0 for tensor in tensors):
+        return False
+    found = pipeline.route(tensors[0], *tensors)
+    return found == "kernels" or (found == "native" and pipeline.takes(call, operands))
+
+
+def _with_numbers(call: Call, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[Any]:
+    of_tensors, of_numbers = iter(tensors), iter(numbers)
+    return [next(of_numbers) if axes == NUMBER else next(of_tensors) for axes in call.axes]
+
+
+def _full(call: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The operands that have a value for every element."""
+    axes = [a for a in call.axes if a != NUMBER]
+    return [t for t, a in zip(tensors, axes, strict=True) if a == FULL or (isinstance(a, tuple) and all(a))]
+
+
+def _shape(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    """Of the iteration space; sizes may be symbols."""
+    full = _full(call, tensors)
+    return full[0].shape if full else torch.broadcast_shapes(*(t.shape for t in tensors))
+
+
+def _rows(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+    """How many rows there are."""
+    shape = _shape(call, tensors)
+    if call.norm.rows == CHANNEL:
+        return shape[1]
+    return shape[0] * call.groups if call.norm.rows == GROUPS else prod(shape[: len(shape) - call.col_dims])
+
+
+def _empty_statistics(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    compute = compute_dtype([call.compute, *(t.dtype for t in tensors)])
+    rows, kinds = _rows(call, tensors), len(call.norm.statistics)
+    if not kinds:
+        rows = 0
+    apart = (rows + ALIGNED - 1) // ALIGNED * ALIGNED
+    return torch.empty_strided((kinds, rows), (apart, 1), dtype=compute, device=pipeline.device_of(tensors))
+
+
+def _together(found: Sequence[torch.Tensor], call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As one tensor: what an operator returns shares no memory."""
+    if found and len({s.untyped_storage().data_ptr() for s in found}) == 1 < found[0].numel():
+        first, apart = found[0], -(-found[0].numel() // ALIGNED) * ALIGNED
+        if [s.storage_offset() for s in found] == [i * apart for i in range(len(found))]:
+            return first.as_strided((len(found), first.numel()), (apart, 1))
+    rows = _empty_statistics(call, tensors)
+    for row, statistic in zip(rows, found, strict=True):
+        row.copy_(statistic)
+    return rows
+
+
+def _apart(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One by one, where the kernels may read 16 bytes at once."""
+    return tuple(row if row.data_ptr() % (4 * ALIGNED) == 0 and row.stride(0) == 1 else row.clone() for row in rows)
+
+
+def _laid(output: torch.Tensor, call: Call, operands: Sequence[Any]) -> torch.Tensor:
+    """In the memory format in which a kernel would have written it."""
+    tensors = [o for o in operands if isinstance(o, torch.Tensor)]
+    empty = pipeline.empty_output(call, _full(call, tensors), output.shape, output.dtype, output.device)
+    return empty.copy_(output)
+
+
+def _empty_gradient(call: Call, operand: torch.Tensor) -> torch.Tensor:
+    if call.norm.is_by_channel:
+        return torch.empty_like(operand)
+    return torch.empty(operand.shape, dtype=operand.dtype, device=operand.device)
+
+
+def _inside(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.dtype, ...], torch.dtype]:
+    """As `pipeline.inside`, of tensors without memory too."""
+    compute = compute_dtype([call.compute, *(t.dtype for t in tensors)])
+    given = _with_numbers(call, [t.dtype for t in tensors], [torch.float32] * len(call.axes))  # type: ignore[misc, list-item]
+    return capture.probe_dtypes(given, compute), compute
+
+
+def _shortcut(call: Call, tensors: Sequence[torch.Tensor]) -> at_hand.Shortcut | None:
+    return at_hand.shortcut(call, tuple(t.dtype for t in tensors), *_inside(call, tensors))

@@ -185,7 +185,7 @@ def check_batch_eps(name: str, eps: Any, training: bool) -> float:
 def check_weight_offset(name: str, weight_offset: Any, weight: Any) -> float:
     if not isinstance(weight_offset, Real) or isinstance(weight_offset, bool):
         raise InputTypeError(f"{name}: weight_offset must be a float, but is a {type(weight_offset).__name__}")
-    if not math.isfinite(weight_offset):
+    if weight_offset - weight_offset != 0:  # not finite, in a way that compilers can follow
         raise InputError(f"{name}: weight_offset is {weight_offset}, but must be finite")
     if weight_offset and weight is None:
         raise InputError(f"{name}: weight_offset is {weight_offset}, but there is no weight to add it to")

@@ -11,6 +11,7 @@ from warpnorm import arguments, library, pipeline, reference, repeat, settings
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
 from warpnorm.problem import FULL, Axes, Call, Running, compute_dtype
 from warpnorm.reference import Affine, FixedAffine, Itself
+from warpnorm.trace import handlers
 
 Shape = int | Sequence[int]
 # What PyTorch's operators raise on input that the checked path below either takes or refuses in one clear sentence.
@@ -465,3 +466,13 @@ def _by_channel_kernels(
 
 def _by_channel(parameter: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     return repeat.spread(parameter).view(-1, *[1] * (input.ndim - 2))
+
+
+# What a capture does with each of these
+HANDLERS = handlers.TORCH | {
+    layer_norm: handlers.layer_norm,
+    rms_norm: handlers.rms_norm,
+    batch_norm: handlers.batch_norm,
+    group_norm: handlers.group_norm,
+    instance_norm: handlers.instance_norm,
+}

@@ -8,30 +8,23 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
-from warpnorm import functional, norms, pipeline, reference, repeat
+from warpnorm import compiled, functional, pipeline, reference, repeat
 from warpnorm.errors import InputError, InputTypeError
+from warpnorm.functional import HANDLERS
+from warpnorm.launch.call_text import NORMS
 from warpnorm.problem import Call, Running
-from warpnorm.trace import environment, fusion, handlers
+from warpnorm.trace import environment, fusion
+from warpnorm.trace.arrange import Prepared, arrange, is_host_scalar, leader
 
 LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
 MANY_CAPTURES = 32
-LARGEST_GROUPS = 65535  # programs along the second axis of a grid, where `long_row` has the groups of rows
 NOTHING: Any = object()
-HANDLERS = handlers.TORCH | {
-    functional.layer_norm: handlers.layer_norm,
-    functional.rms_norm: handlers.rms_norm,
-    functional.batch_norm: handlers.batch_norm,
-    functional.group_norm: handlers.group_norm,
-    functional.instance_norm: handlers.instance_norm,
-}
-NORMS = {norm.name: norm for norm in norms.ALL}
 LEAF = pytree.tree_structure(0)
 
 
@@ -42,16 +35,6 @@ class Request(NamedTuple):
     kwargs: dict[str, Any]
     tensors: list[torch.Tensor]
     key: Any
-
-
-class Prepared(NamedTuple):
-    """A captured function on tensors of one exact shape."""
-
-    captured: fusion.Captured
-    inputs: tuple[fusion.Input, ...]
-    leaves: tuple[Any, ...]
-    order: tuple[int, ...] | None  # which of the user's tensors the operands are, where nothing else is to be done
-    differentiable: tuple[int, ...]  # of these operands
 
 
 class Bound(functools.partial):
@@ -82,7 +65,7 @@ class Fused:
         if owner is None:
             return self
         if torch.compiler.is_compiling():  # which knows no such class
-            return functools.partial(self.__wrapped__, owner)
+            return functools.partial(self.run, owner)
         return Bound(self.run, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -104,6 +87,8 @@ class Fused:
     def run(self, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """One call; `owner` is the object whose method this is."""
         given = args if owner is NOTHING else (owner, *args)
+        if pipeline.is_traced(()):
+            return compiled.run(self.__wrapped__, given, kwargs)
         if pipeline.is_seen_through(()):
             return self.__wrapped__(*given, **kwargs)
         request = self.request(owner, args, kwargs)
@@ -176,7 +161,7 @@ class Fused:
         tensors = request.tensors
         if not tensors:
             raise InputError("a fused function needs a tensor among its arguments, but there is none")
-        devices = {t.device for t in tensors if not _is_host_scalar(t)}
+        devices = {t.device for t in tensors if not is_host_scalar(t)}
         if len(devices) > 1:
             raise InputError(
                 f"the tensors of a fused function are on {', '.join(sorted(map(str, devices)))}, not on one"
@@ -230,39 +215,6 @@ def fuse(function: Callable[..., Any]) -> Fused:
     if not callable(function):
         raise InputTypeError(f"fuse: takes a function, but got a {type(function).__name__}")
     return Fused(function)
-
-
-def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, list[torch.Tensor | float]]:
-    """The call and its operands, but for what is drawn: the user's tensors, seen through the function's views. Gradients can
-    be summed for one way of grouping rows, into not too many groups; another operand is expanded, and PyTorch sums."""
-    call = prepared.captured.call
-    device = leader(tensors).device
-    operands: list[Any] = [i(tensors) for i in prepared.inputs]
-    for k in prepared.captured.unreached:  # which get no gradient, not zeros
-        if operands[k].requires_grad:
-            operands[k] = operands[k].detach()
-    axes: list[Any] = list(call.axes)
-    groups: tuple[bool, ...] | None = None
-    shape: Any = None
-    for k, operand in enumerate(operands):
-        if operand.device != device:  # a scalar on the CPU beside tensors on a GPU
-            operands[k] = operand = operand.to(device)
-        if not operand.requires_grad or not torch.is_grad_enabled():
-            continue
-        row_dims = 2 if call.norm.is_by_channel else len(axes[k]) - call.col_dims
-        rows, cols = axes[k][:row_dims], axes[k][row_dims:]
-        is_partial = any(cols) and not all(cols)
-        if call.norm.is_by_channel:  # of lines, or of everything
-            is_partial = is_partial or (any(cols) and not all(rows))
-        elif any(rows) and not all(rows) and not is_partial:
-            groups = groups or rows
-            is_partial = rows != groups or prod(operand.shape[: operand.ndim - call.col_dims]) > LARGEST_GROUPS
-        if is_partial:
-            shape = shape or torch.broadcast_shapes(*(o.shape for o in operands))
-            operands[k], axes[k] = operand.expand(shape), (True,) * len(shape)
-    if tuple(axes) != call.axes:
-        call = replace(call, axes=tuple(axes))
-    return call, operands
 
 
 def running_of(
@@ -364,16 +316,6 @@ def is_large_call(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether native code is worth a call, by the largest of its tensors."""
     shape = max(tensors, key=torch.Tensor.numel).shape
     return pipeline.is_large(call.norm, shape, prod(shape[max(len(shape) - call.col_dims, 0) :]))
-
-
-def leader(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor on the device that the function runs on. One without elements, if there is one: then nothing is launched."""
-    found = [t for t in tensors if not _is_host_scalar(t)] or list(tensors)
-    return next((t for t in found if t.numel() == 0), found[0])
-
-
-def _is_host_scalar(tensor: torch.Tensor) -> bool:
-    return tensor.ndim == 0 and tensor.device.type == "cpu"
 
 
 def _fixed_sizes(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -17,32 +17,30 @@ from warpnorm.reference import Affine, FixedAffine, Itself, composite, statistic
 from warpnorm.space import Gradients
 from warpnorm.trace import at_hand, capture
 
-ALIGNED = 4  # numbers: what lies between two statistics is a multiple of them
-
 _library = torch.library.Library("warpnorm", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define("norm(Tensor[] operands, float[] numbers, str call) -> Tensor[]", tags=_tags)
 _library.define(
-    "norm_backward(Tensor[] grad_outputs, int[] given, Tensor[] operands, float[] numbers, Tensor statistics, int[] wanted,"
-    " str call) -> Tensor[]",
+    "norm_backward(Tensor[] grad_outputs, int[] given, Tensor[] operands, float[] numbers, Tensor[] statistics,"
+    " int[] wanted, str call) -> Tensor[]",
     tags=_tags,
 )
 
 
 @torch.library.impl(_library, "norm", "CompositeExplicitAutograd")
 def _norm(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> list[torch.Tensor]:
-    """[*outputs, statistics], one row for each kind of them."""
+    """[*outputs, *statistics]."""
     call = call_text.read(text)
-    operands = _with_numbers(call, tensors, numbers)
+    operands = with_numbers(call, tensors, numbers)
     if _is_run(call, operands):
-        outputs, found = pipeline.forward(call, operands)
+        outputs, found = pipeline.forward(call, operands, are_apart=True)
     else:
         outputs, found = composite(call, *operands), ()
         outputs = tuple(_laid(output, call, operands) for output in outputs)
         if call.norm.is_computed:
             named = statistics(call, *operands)
-            found = tuple(named[name].expand(_rows(call, tensors)) for name in call.norm.statistics)
-    return [*outputs, _together(found, call, tensors)]
+            found = tuple(named[name] for name in call.norm.statistics)
+    return [*outputs, *found]
 
 
 @torch.library.register_fake("warpnorm::norm", lib=_library)
@@ -51,7 +49,9 @@ def _(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> l
     shape = _shape(call, tensors)
     device = pipeline.device_of(tensors)
     outputs = [pipeline.empty_output(call, _full(call, tensors), shape, dtype, device) for dtype in call.outputs]
-    return [*outputs, _empty_statistics(call, tensors)]
+    compute = compute_dtype([call.compute, *(t.dtype for t in tensors)])
+    rows = [torch.empty(rows_of(call, tensors), dtype=compute, device=device) for _ in call.norm.statistics]
+    return [*outputs, *rows]
 
 
 @torch.library.impl(_library, "norm_backward", "CompositeExplicitAutograd")
@@ -60,17 +60,17 @@ def _norm_backward(
     given: Sequence[int],
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[float],
-    rows: torch.Tensor,
+    rows: Sequence[torch.Tensor],
     wanted: Sequence[int],
     text: str,
 ) -> list[torch.Tensor]:
     """The gradients of the operands in `wanted`, by those of the outputs in `given`."""
     call = call_text.read(text)
-    operands = _with_numbers(call, tensors, numbers)
+    operands = with_numbers(call, tensors, numbers)
     grads = _of_outputs(call, grad_outputs, given)
     found: dict[int, Any]
     if _is_run(call, operands):
-        found = pipeline.backward(call, operands, grads, _apart(rows), tuple(wanted))
+        found = pipeline.backward(call, operands, grads, rows, tuple(wanted))
     else:
         by_definition = composite_gradients(call, operands, grads, wanted)
         found = {i: _empty_gradient(call, operands[i]).copy_(g) for i, g in by_definition.items() if g is not None}
@@ -90,19 +90,19 @@ def _(
     given: Sequence[int],
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[float],
-    rows: torch.Tensor,
+    rows: Sequence[torch.Tensor],
     wanted: Sequence[int],
     text: str,
 ) -> list[torch.Tensor]:
     call = call_text.read(text)
-    operands = _with_numbers(call, tensors, numbers)
+    operands = with_numbers(call, tensors, numbers)
     return [_empty_gradient(call, operands[i]) for i in wanted]
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     tensors, numbers, text = inputs
     call = call_text.read(text)
-    *outputs, rows = output
+    outputs, rows = output[: len(call.outputs)], output[len(call.outputs) :]
     ctx.numbers, ctx.text, ctx.count = list(numbers), text, len(tensors)
     ctx.kept = [(i,) for i in range(len(tensors))]  # whose gradient that of each kept tensor is
     short = _shortcut(call, tensors) if not numbers else None
@@ -111,14 +111,15 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch
         ctx.kept = [short.summed, *((i,) for i in short.others)]
         tensors = [outputs[short.output], *(tensors[i] for i in short.others)]
     detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
-    ctx.mark_non_differentiable(*detached, rows)
+    ctx.mark_non_differentiable(*detached, *rows)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, rows)
+    ctx.save_for_backward(*tensors, *rows)
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     call = call_text.read(ctx.text)
-    *tensors, rows = ctx.saved_tensors
+    saved, count = ctx.saved_tensors, len(ctx.kept)
+    tensors, rows = list(saved[:count]), list(saved[count:])
     grad_outputs = list(grads[: len(call.outputs)])
     results: list[torch.Tensor | None] = [None] * ctx.count
     needs = ctx.needs_input_grad[0]
@@ -137,7 +138,7 @@ def _gradients(
     grad_outputs: Sequence[torch.Tensor | None],
     tensors: Sequence[torch.Tensor],
     numbers: Sequence[float],
-    rows: torch.Tensor,
+    rows: Sequence[torch.Tensor],
     mine: tuple[int, ...],
 ) -> dict[int, torch.Tensor]:
     """By the numbers of the tensors, those of `mine` that depend on an output with a gradient."""
@@ -161,7 +162,8 @@ def _gradients(
 
 
 def _keep_for_second(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
-    grad_outputs, given, tensors, numbers, _, wanted, text = inputs
+    grad_outputs, given, tensors, numbers, rows, wanted, text = inputs
+    ctx.rows = len(rows)
     ctx.numbers, ctx.given, ctx.wanted, ctx.text = list(numbers), tuple(given), tuple(wanted), text
     ctx.save_for_backward(*grad_outputs, *tensors)
     ctx.set_materialize_grads(False)
@@ -171,13 +173,13 @@ def _second(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """By the composite: PyTorch's operators, which can be differentiated any number of times."""
     call, count = call_text.read(ctx.text), len(ctx.given)
     grad_outputs = _of_outputs(call, ctx.saved_tensors[:count], ctx.given)
-    operands = _with_numbers(call, ctx.saved_tensors[count:], ctx.numbers)
+    operands = with_numbers(call, ctx.saved_tensors[count:], ctx.numbers)
     places = [*ctx.given, *(len(grad_outputs) + i for i, axes in enumerate(call.axes) if axes != NUMBER)]
     needs = [*ctx.needs_input_grad[0], *ctx.needs_input_grad[2]]
     needed = [place for place, need in zip(places, needs, strict=True) if need]
     found = second_gradients(call, ctx.wanted, [*grad_outputs, *operands], grads, needed)
     second = [found.get(place) for place in places]
-    nothing = None, _nothing(ctx.wanted), None
+    nothing = [None] * ctx.rows, _nothing(ctx.wanted), None
     return second[:count], _nothing(ctx.given), second[count:], _nothing(ctx.numbers), *nothing
 
 
@@ -190,7 +192,6 @@ torch.library.register_autograd("warpnorm::norm", _backward, setup_context=_keep
 torch.library.register_autograd("warpnorm::norm_backward", _second, setup_context=_keep_for_second, lib=_library)
 
 
-@settings.constant
 def affine_text(
     norm: str,
     col_dims: int,
@@ -198,19 +199,29 @@ def affine_text(
     has_weight: bool,
     has_bias: bool,
     weight_offset: float,
-    axes: Any,
+    axes: Sequence[Axes],
     dtype: torch.dtype,
     groups: int = 0,
     is_fixed: bool = False,
 ) -> str:
-    """Of a norm alone, with its weight and bias; `is_fixed`: batch norm by its running statistics. A compiler takes it for
-    a constant of these arguments."""
-    own: tuple[Axes, ...] = tuple(tuple(a) if isinstance(a, list) else a for a in axes)
+    """Of a norm alone, with its weight and bias; `is_fixed`: batch norm by its running statistics."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+    eps, weight_offset, groups = guard_scalar(eps), guard_scalar(weight_offset), guard_scalar(groups)
+    return _affine_text(norm, col_dims, eps, has_weight, has_bias, weight_offset, axes, dtype, groups, is_fixed)
+
+
+@settings.constant
+def _affine_text(
+    norm: str, col_dims: int, eps: float, has_weight: bool, has_bias: bool, weight_offset: float, axes: Sequence[Axes],
+    dtype: torch.dtype, groups: int, is_fixed: bool,
+) -> str:  # fmt: skip
+    """A compiler takes it for a constant of its arguments."""
     epilogue: Any = Affine(has_weight, has_bias, weight_offset)
     if is_fixed:
         epilogue = FixedAffine(eps, has_weight, has_bias)
     found = FIXED_NORM if is_fixed else call_text.NORMS[norm]
-    text = call_text.written(Call(found, col_dims, eps, Itself(), epilogue, own, (dtype,), groups=groups))
+    text = call_text.written(Call(found, col_dims, eps, Itself(), epilogue, tuple(axes), (dtype,), groups=groups))
     assert text is not None
     return text
 
@@ -224,8 +235,9 @@ def normalize(
     running: Running | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(*outputs, *statistics) of a call, by the operator; the rest of what it does by PyTorch's own."""
-    *outputs, rows = torch.ops.warpnorm.norm(list(operands), list(numbers), text)
-    found = [rows[i] for i in range(len(norm.statistics))]
+    made = torch.ops.warpnorm.norm(list(operands), list(numbers), text)
+    count = len(made) - len(norm.statistics)
+    outputs, found = made[:count], made[count:]
     if out is not None:
         outputs = [out.copy_(outputs[0])]
     if running is not None:
@@ -248,7 +260,7 @@ def _is_run(call: Call, operands: Sequence[torch.Tensor | float]) -> bool:
     return found == "kernels" or (found == "native" and pipeline.takes(call, operands))
 
 
-def _with_numbers(call: Call, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[Any]:
+def with_numbers(call: Call, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[Any]:
     of_tensors, of_numbers = iter(tensors), iter(numbers)
     return [next(of_numbers) if axes == NUMBER else next(of_tensors) for axes in call.axes]
 
@@ -265,38 +277,12 @@ def _shape(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     return full[0].shape if full else torch.broadcast_shapes(*(t.shape for t in tensors))
 
 
-def _rows(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
+def rows_of(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     """How many rows there are."""
     shape = _shape(call, tensors)
     if call.norm.rows == CHANNEL:
         return shape[1]
     return shape[0] * call.groups if call.norm.rows == GROUPS else prod(shape[: len(shape) - call.col_dims])
-
-
-def _empty_statistics(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    compute = compute_dtype([call.compute, *(t.dtype for t in tensors)])
-    rows, kinds = _rows(call, tensors), len(call.norm.statistics)
-    if not kinds:
-        rows = 0
-    apart = (rows + ALIGNED - 1) // ALIGNED * ALIGNED
-    return torch.empty_strided((kinds, rows), (apart, 1), dtype=compute, device=pipeline.device_of(tensors))
-
-
-def _together(found: Sequence[torch.Tensor], call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As one tensor: what an operator returns shares no memory."""
-    if found and len({s.untyped_storage().data_ptr() for s in found}) == 1 < found[0].numel():
-        first, apart = found[0], -(-found[0].numel() // ALIGNED) * ALIGNED
-        if [s.storage_offset() for s in found] == [i * apart for i in range(len(found))]:
-            return first.as_strided((len(found), first.numel()), (apart, 1))
-    rows = _empty_statistics(call, tensors)
-    for row, statistic in zip(rows, found, strict=True):
-        row.copy_(statistic)
-    return rows
-
-
-def _apart(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """One by one, where the kernels may read 16 bytes at once."""
-    return tuple(row if row.data_ptr() % (4 * ALIGNED) == 0 and row.stride(0) == 1 else row.clone() for row in rows)
 
 
 def _laid(output: torch.Tensor, call: Call, operands: Sequence[Any]) -> torch.Tensor:
@@ -315,7 +301,7 @@ def _empty_gradient(call: Call, operand: torch.Tensor) -> torch.Tensor:
 def _inside(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.dtype, ...], torch.dtype]:
     """As `pipeline.inside`, of tensors without memory too."""
     compute = compute_dtype([call.compute, *(t.dtype for t in tensors)])
-    given = _with_numbers(call, [t.dtype for t in tensors], [torch.float32] * len(call.axes))  # type: ignore[misc, list-item]
+    given = with_numbers(call, [t.dtype for t in tensors], [torch.float32] * len(call.axes))  # type: ignore[misc, list-item]
     return capture.probe_dtypes(given, compute), compute
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -124,7 +124,11 @@ def takes(call: Call, operands: Tensors) -> bool:
     if not is_native(device_of(operands)):
         return True
     operands = [in_memory(operand) for operand in operands]
-    views = tuple(View.of(operand) for operand in operands)
+    return takes_views(call, tuple(View.of(operand) for operand in operands), operands)
+
+
+def takes_views(call: Call, views: tuple[View, ...], operands: Tensors) -> bool:
+    """The same of tensors without memory."""
     shape = shape_of(views)
     outputs = (empty_output(call, operands, shape, d, torch.device("meta")) for d in call.outputs)
     return _takes(call, (*views, *(View(tuple(o.shape), o.stride(), o.dtype, True) for o in outputs)))
@@ -213,7 +217,9 @@ def forward(
     out: torch.Tensor | None = None,
     plan: Plan | None = None,
     running: Running | None = None,
+    are_apart: bool = False,
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """The outputs and the statistics; these have memory of their own each if they are to lie apart."""
     operands = [in_memory(operand) for operand in operands]
     views = tuple(View.of(operand) for operand in operands)
     device = device_of(operands)
@@ -223,14 +229,15 @@ def forward(
         reuse_memory(outputs)
     averaged = () if running is None else (running.mean.dtype, running.variance.dtype)
     of_outputs = tuple(map(View.of, outputs))
-    launch = prepare_forward(call, (*views, *of_outputs), device, plan, averaged)
+    launch: Any = prepare_forward(call, (*views, *of_outputs), device, plan, averaged)
+    how = {"is_apart": True} if are_apart and not is_native(device) else {}  # native code never has them together
     try:
-        statistics = launch(operands, outputs, running)
+        statistics = launch(operands, outputs, running, **how)
     except RuntimeError as error:
         if plan is not None or not refuses_teams(error, device):
             raise
         launch = prepare_forward(call, (*views, *of_outputs), device, None, averaged)
-        statistics = launch(operands, outputs, running)
+        statistics = launch(operands, outputs, running, **how)
     if running is not None:
         torch.autograd.graph.increment_version((running.mean, running.variance))
     return outputs, statistics

@@ -15,12 +15,20 @@ LINE = (
     " < library < repeat < functional, fuse, explain < blocks < nn < parallel, integrate < bench < cli"
 )
 LEVEL = {name.strip(): level for level, names in enumerate(LINE.split("<")) for name in names.split(",")}
-LEVEL |= {"version": 0, "arguments": LEVEL["functional"], "__init__": len(LEVEL), "__main__": len(LEVEL)}
+LEVEL |= {
+    "version": 0,
+    "arguments": LEVEL["functional"],
+    "compiled": LEVEL["functional"],
+    "__init__": len(LEVEL),
+    "__main__": len(LEVEL),
+}
 NEIGHBOURS = {
     ("problem", "norms"),
     ("space", "problem"),
     ("space", "norms"),
     ("functional", "arguments"),
+    ("compiled", "functional"),
+    ("fuse", "compiled"),
     ("explain", "fuse"),
     ("fuse", "functional"),
     ("explain", "fuse"),

@@ -33,10 +33,12 @@ class ColumnForwardLaunch:
         operands: Sequence[torch.Tensor | float],
         outputs: Sequence[torch.Tensor],
         running: Running | None = None,
+        is_apart: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
+        """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them, each in
+        memory of its own if they are to lie apart."""
         problem, space, plan = self.problem, self.space, self.plan
-        statistics = empty_statistics(problem, space.statistics, outputs[0].device)
+        statistics = empty_statistics(problem, space.statistics, outputs[0].device, is_apart)
         with on_device(outputs[0]):
             words = _words(plan, space, problem, outputs[0].device)
             arguments = (tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), *words, statistics)

@@ -31,9 +31,11 @@ class ForwardLaunch:
         operands: Sequence[torch.Tensor | float],
         outputs: Sequence[torch.Tensor],
         running: Running | None = None,
+        is_apart: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
-        statistics = self.empty_statistics(outputs[0].device)
+        """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them, each in
+        memory of its own if they are to lie apart."""
+        statistics = empty_statistics(self.problem, self.space.rows, outputs[0].device, is_apart)
         with on_device(outputs[0]):
             self.into([in_bits(o) for o in operands], [in_bits(o) for o in outputs], statistics, running)
         return statistics
@@ -79,9 +81,13 @@ class ForwardLaunch:
         return ((), ()) if self.plan.pattern == ROW else ()
 
 
-def empty_statistics(problem: ForwardProblem, rows: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """One allocation; every statistic starts at a multiple of 16 bytes, as the kernels are told."""
+def empty_statistics(
+    problem: ForwardProblem, rows: int, device: torch.device, is_apart: bool = False
+) -> tuple[torch.Tensor, ...]:
+    """One allocation, or one for each; every statistic starts at a multiple of 16 bytes, as the kernels are told."""
     names = problem.norm.statistics
+    if is_apart:
+        return tuple(torch.empty(rows, dtype=problem.compute, device=device) for _ in names)
     stride = -(-rows // 4) * 4
     storage = torch.empty(len(names) * stride, dtype=problem.compute, device=device)
     return tuple(storage[i * stride : i * stride + rows] for i in range(len(names)))

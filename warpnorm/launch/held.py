@@ -31,10 +31,12 @@ class HeldForwardLaunch:
         operands: Sequence[torch.Tensor | float],
         outputs: Sequence[torch.Tensor],
         running: Running | None = None,
+        is_apart: bool = False,
     ) -> tuple[torch.Tensor, ...]:
-        """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them."""
+        """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them, each in
+        memory of its own if they are to lie apart."""
         space, device = self.space, outputs[0].device
-        statistics = empty_statistics(self.problem, space.statistics, device)
+        statistics = empty_statistics(self.problem, space.statistics, device, is_apart)
         averaged: tuple[Any, ...] = ((), ()) if running is None else running.arguments
         with on_device(outputs[0]):
             programs = grid.held(self.plan, space)

@@ -1,0 +1,384 @@
+"""Fused functions where a compiler or an export sees them. The function runs as it is, under a mode that writes down what it
+calls: so a compiler guards all that it reads and finds every tensor. What was written down is captured like any call and
+becomes one operator of `library.py`; what the function had computed is then dead, and compilers leave it away. Where it
+cannot become one, the results are those of the function as it is."""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from warpnorm import functional, library, pipeline, settings
+from warpnorm.errors import WarpnormError
+from warpnorm.functional import HANDLERS
+from warpnorm.launch import call_text
+from warpnorm.launch.call_text import NORMS
+from warpnorm.problem import Running, View
+from warpnorm.trace import fusion
+from warpnorm.trace.arrange import Prepared, arrange
+from warpnorm.trace.record import normalize, relabel
+
+aten = torch.ops.aten
+# Those with running statistics, and where it stands whether they are averaged
+AVERAGING = {F.batch_norm: 5, F.instance_norm: 5, functional.batch_norm: 5, functional.instance_norm: 5}
+FLAGS = {5: ("training", "use_input_stats")}
+CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
+# Views, by what a capture calls them
+MOVES: dict[str, Callable[..., Any]] = {
+    str(op): op
+    for op in (
+        aten.alias.default, aten.chunk.default, aten.expand.default, aten.permute.default, aten.select.int,
+        aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default, aten.squeeze.dim, aten.squeeze.default,
+        aten.t.default, aten.transpose.int, aten.unbind.int, aten.unflatten.int, aten.unsqueeze.default,
+    )
+}  # fmt: skip
+MOVES |= dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), torch.reshape)
+# Sizes that stand for symbols, in two ways, larger than any number that decides about a call and unlike all others
+INVENTED = ((1 << 17) + 1, (1 << 18) + 1)
+SYMBOL, TENSOR, SLICE, UNKNOWN = "symbol", "tensor", "slice", "unknown"
+
+
+def _unfold(func: Any, tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> list[torch.Tensor]:
+    """A norm of ours, which is an operator by now, taken apart again, so that it is the norm of a larger call."""
+    call = call_text.read(text)
+    operands = library.with_numbers(call, tensors, numbers)
+    c = call.prologue(*operands)
+    xhat = normalize(c, call.col_dims, call.norm.name, call.eps, call.groups)
+    results = [
+        relabel(o, dtype) if o.dtype != dtype else o
+        for o, dtype in zip(call.epilogue(xhat, c, *operands), call.outputs, strict=True)
+    ]
+    return [*results, *(torch.empty(library.rows_of(call, tensors)) for _ in call.norm.statistics)]
+
+
+OWN_HANDLERS = HANDLERS | {torch.ops.warpnorm.norm: _unfold, torch.ops.warpnorm.norm.default: _unfold}
+
+
+class Tape(TorchFunctionMode):
+    """Writes down every call of PyTorch's or of ours, and how it was answered. Running statistics are left alone: copies
+    of them are averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Any] = []
+        self.averaged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        given, named = args, kwargs
+        if func in AVERAGING and self._is_averaging(func, args, kwargs):
+            given, named = self._with_copies(args, kwargs)
+        result = func(*given, **named)
+        self.steps.append((func, args, kwargs, result, torch.is_grad_enabled()))
+        return result
+
+    def _is_averaging(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        place = AVERAGING[func]
+        if len(args) > place:
+            return bool(args[place])
+        is_usual = func in (F.instance_norm, functional.instance_norm)
+        return bool(kwargs.get(FLAGS[place][is_usual], is_usual))
+
+    def _with_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given, named = list(args), dict(kwargs)
+        for place, name in ((1, "running_mean"), (2, "running_var")):
+            buffer = given[place] if len(given) > place else named.get(name)
+            if buffer is None:
+                continue
+            copy = buffer.clone()
+            self.averaged.append((buffer, copy))
+            if len(given) > place:
+                given[place] = copy
+            else:
+                named[name] = copy
+        return tuple(given), named
+
+
+class Writer:
+    """What stands on a tape in names and numbers alone: tensors by number, symbols by number."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.leaves: list[int] = []
+        self.symbols: list[Any] = []
+        self.is_known = True
+
+    def value(self, value: Any, is_result: bool = False) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TENSOR, self.tensor(value, is_result)
+        if isinstance(value, (tuple, list)):
+            return [self.value(part, is_result) for part in value]
+        if isinstance(value, dict):
+            return {name: self.value(part, is_result) for name, part in value.items()}
+        if isinstance(value, slice):
+            return SLICE, self.value(value.start), self.value(value.stop), self.value(value.step)
+        if value is Ellipsis or isinstance(value, CONSTANTS):
+            return value
+        if isinstance(value, (int, float)):
+            return self.number(value)
+        self.is_known = False
+        return None
+
+    def tensor(self, tensor: torch.Tensor, is_result: bool) -> int:
+        for place, known in enumerate(self.tensors):
+            if known is tensor:
+                return place
+        self.tensors.append(tensor)
+        place = len(self.tensors) - 1
+        if not is_result:
+            self.leaves.append(place)
+        return place
+
+    def number(self, value: Any) -> Any:
+        from torch.fx.experimental.symbolic_shapes import has_static_value, statically_known_true
+
+        if has_static_value(value):
+            return value
+        if isinstance(value, float):
+            self.is_known = False
+            return None
+        for place, symbol in enumerate(self.symbols):
+            if statically_known_true(value == symbol):
+                return SYMBOL, place
+        self.symbols.append(value)
+        return SYMBOL, len(self.symbols) - 1
+
+    def leaf(self, place: int) -> tuple[Any, ...]:
+        tensor = self.tensors[place]
+        sizes = [self.number(size) for size in tensor.shape]
+        return place, sizes, tensor.dtype, str(tensor.device), tensor.requires_grad
+
+
+def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One call of a fused function."""
+    if torch.compiler.is_dynamo_compiling() and is_inside():
+        return function(*given, **kwargs)
+    tape = Tape()
+    with tape:
+        plain = function(*given, **kwargs)
+    results, tree = pytree.tree_flatten(plain)
+    writer = Writer()
+    steps = []
+    for func, args, named, result, has_gradients in tape.steps:
+        if _has_tensor(result):
+            written = (writer.value(args), writer.value(named), writer.value(result, True))
+            steps.append((func, *written, has_gradients))
+    wanted = [writer.value(result) if isinstance(result, torch.Tensor) else None for result in results]
+    leaves = [writer.leaf(place) for place in writer.leaves]
+    found = lower(steps, wanted, leaves, len(writer.symbols)) if writer.is_known and leaves else None
+    if found is not None:
+        text, name, col_dims, inputs, outputs, effect = found
+        norm = NORMS[name]
+        shape = next(r.shape for r, o in zip(results, outputs, strict=True) if o is not None)
+        tensors = [writer.tensors[place] for place in writer.leaves]
+        is_large = pipeline.is_large(norm, shape, prod(shape[len(shape) - col_dims :]))
+        lead = next(t for t in tensors if t.ndim > 0)
+        if pipeline.route(lead, *tensors, is_large=is_large) != "reference":
+            operands = [_seen(writer, entry, shape) for entry in inputs]
+            running = None
+            if effect is not None:
+                mean, variance, momentum = effect
+                size = prod(shape) // shape[1] if norm.rows == "channel" else prod(shape[2:])
+                running = Running(writer.tensors[mean], writer.tensors[variance], momentum, size)
+            made = library.normalize(norm, text, operands, running=running)
+            results = [r if o is None else made[o] for r, o in zip(results, outputs, strict=True)]
+            return pytree.tree_unflatten(results, tree)
+    with torch.no_grad():
+        for buffer, copy in tape.averaged:
+            buffer.copy_(copy)
+    return plain
+
+
+@settings.constant
+def is_inside() -> bool:
+    """Whether the compiler traces what belongs to another of its operators, such as a checkpoint: it refuses modes there."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    try:
+        return InstructionTranslator.current_tx().output.current_tracer.parent is not None
+    except AttributeError:
+        return True
+
+
+def _has_tensor(result: Any) -> bool:
+    if isinstance(result, (tuple, list)):
+        return any(isinstance(part, torch.Tensor) for part in result)
+    return isinstance(result, torch.Tensor)
+
+
+def _seen(writer: Writer, entry: Any, shape: Any) -> torch.Tensor:
+    """An operand: a tensor seen through views."""
+    place, moves, is_unreached, is_spread = entry
+    tensor = writer.tensors[place]
+    for name, args, pick in moves:
+        moved = MOVES[name](tensor, *[_filled(arg, writer.symbols) for arg in args])
+        tensor = moved if pick is None else moved[pick]
+    if is_unreached:
+        tensor = tensor.detach()
+    return tensor.expand(shape) if is_spread else tensor
+
+
+def _filled(arg: Any, symbols: Sequence[Any]) -> Any:
+    if isinstance(arg, (tuple, list)):
+        if len(arg) == 2 and arg[0] == SYMBOL:
+            return symbols[arg[1]]
+        return [_filled(part, symbols) for part in arg]
+    return arg
+
+
+class Lowered(NamedTuple):
+    """A call as a text, and the rest of it: `inputs` are (tensor, views, whether no gradient reaches it, whether it is
+    spread out), `outputs` say of each result which output it is, `effect` which running statistics are averaged."""
+
+    text: str
+    norm: str
+    col_dims: int
+    inputs: tuple[Any, ...]
+    outputs: tuple[int | None, ...]
+    effect: tuple[int, int, float] | None
+
+
+@settings.constant
+def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) -> tuple[Any, ...] | None:
+    """What was written down as one call; nothing if it cannot be one. A compiler takes it for a constant."""
+    kind = torch.device(leaves[0][3]).type
+    autocast: Any = nullcontext()
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        autocast = torch.autocast(kind, torch.get_autocast_dtype(kind))
+    has_gradients = torch.is_grad_enabled()
+    found: list[Any] = []
+
+    def both() -> None:
+        try:
+            with autocast, torch.set_grad_enabled(has_gradients):
+                sizes = [[start + 2 * k for k in range(symbols)] for start in INVENTED]
+                found.append(_agreed(*(_lowered(steps, wanted, leaves, own) for own in sizes), sizes))
+        except (AssertionError, WarpnormError, RuntimeError, ValueError, TypeError, NotImplementedError, KeyError):
+            found.append(None)
+
+    thread = threading.Thread(target=both, name="warpnorm-lower")  # the caller's modes are its own
+    thread.start()
+    thread.join()
+    return None if not found or found[0] is None else tuple(found[0])
+
+
+def _agreed(first: Lowered | None, second: Lowered | None, sizes: Sequence[Sequence[int]]) -> Lowered | None:
+    """The same for all sizes: numbers that differ as a symbol does become that symbol."""
+    if first is None or second is None or first.text != second.text or first[4:] != second[4:]:
+        return None
+    return first._replace(inputs=_merged(first.inputs, second.inputs, sizes))
+
+
+def _merged(first: Any, second: Any, sizes: Sequence[Sequence[int]]) -> Any:
+    if isinstance(first, tuple):
+        return tuple(_merged(a, b, sizes) for a, b in zip(first, second, strict=True))
+    if first == second:
+        return first
+    pairs = list(zip(*sizes, strict=True))
+    if (first, second) not in pairs:
+        raise ValueError("a size that no symbol has")
+    return SYMBOL, pairs.index((first, second))
+
+
+def _lowered(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: Sequence[int]) -> Lowered | None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    tensors = []
+    with FakeTensorMode():
+        for _, sizes, dtype, device, needs_gradient in leaves:
+            shape = [symbols[size[1]] if isinstance(size, tuple) else size for size in sizes]
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            tensors.append(tensor.requires_grad_(needs_gradient))
+    places = [leaf[0] for leaf in leaves]
+
+    def replayed(*fakes: torch.Tensor) -> Any:
+        return _replay(steps, wanted, dict(zip(places, fakes, strict=True)), symbols)
+
+    names = [f"tensor{place}" for place in places]
+    request = fusion.Request(replayed, (tuple(tensors), {}), tensors, names, OWN_HANDLERS, NORMS)
+    captured = fusion.capture_call(request)
+    if captured.draws:
+        return None
+    sizes = captured.sizes(tensors)
+    inputs = tuple(i.at(sizes) for i in captured.inputs)
+    prepared = Prepared(captured, inputs, captured.leaves, None, ())
+    call, operands = arrange(prepared, tensors)
+    if torch.is_grad_enabled():
+        needing = tuple(k for k, o in enumerate(operands) if o.requires_grad)  # type: ignore[union-attr]
+        fusion.check_gradients(captured, [tensors[i.index].dtype for i in inputs], needing)
+    text = call_text.written(call)
+    is_native = tensors[0].device.type == "cpu"
+    if text is None or (is_native and not pipeline.takes_views(call, tuple(map(_view, operands)), operands)):
+        return None
+    spread = [a != b for a, b in zip(call.axes, captured.call.axes, strict=True)]
+    entries = tuple(
+        (places[i.index], tuple(map(_move, i.moves)), k in captured.unreached, spread[k]) for k, i in enumerate(inputs)
+    )
+    outputs = tuple(leaf.number if isinstance(leaf, fusion.Output) else None for leaf in captured.leaves)
+    return Lowered(text, call.norm.name, call.col_dims, entries, outputs, _effect(captured, places))
+
+
+def _effect(captured: fusion.Captured, places: Sequence[int]) -> tuple[int, int, float] | None:
+    """Counters were counted by the function itself."""
+    averages = [effect for effect in captured.effects if isinstance(effect, fusion.Average)]
+    if not averages:
+        return None
+    (average,) = averages
+    if average.mean.moves or average.variance.moves:
+        raise ValueError("running statistics that are views")
+    return places[average.mean.index], places[average.variance.index], average.momentum
+
+
+def _view(operand: Any) -> View:
+    return View(tuple(operand.shape), tuple(operand.stride()), operand.dtype, True)
+
+
+def _move(move: Any) -> tuple[str, tuple[Any, ...], int | None]:
+    name = str(move.target)
+    if name not in MOVES or move.kwargs:
+        raise ValueError(f"a view by {name}")
+    return name, _as_tuple(move.args), move.pick
+
+
+def _as_tuple(args: Any) -> Any:
+    return tuple(_as_tuple(arg) for arg in args) if isinstance(args, (tuple, list)) else args
+
+
+def _replay(steps: list[Any], wanted: list[Any], values: dict[int, Any], symbols: Sequence[int]) -> Any:
+    """The function again, on other tensors."""
+
+    def of(written: Any) -> Any:
+        if isinstance(written, tuple) and written[0] == TENSOR:
+            return values[written[1]]
+        if isinstance(written, tuple) and written[0] == SYMBOL:
+            return symbols[written[1]]
+        if isinstance(written, tuple) and written[0] == SLICE:
+            return slice(*map(of, written[1:]))
+        if isinstance(written, dict):
+            return {name: of(part) for name, part in written.items()}
+        return [of(part) for part in written] if isinstance(written, list) else written
+
+    def keep(written: Any, result: Any) -> None:
+        if isinstance(written, list):
+            for part, value in zip(written, result, strict=True):
+                keep(part, value)
+        elif isinstance(written, tuple):
+            values[written[1]] = result
+
+    for func, args, named, result, has_gradients in steps:
+        with torch.set_grad_enabled(has_gradients):
+            keep(result, func(*map(_as_index, map(of, args)), **of(named)))
+    return tuple(None if place is None else of(place) for place in wanted)
+
+
+def _as_index(arg: Any) -> Any:
+    """Lists stand for tuples too, which matters in an index alone."""
+    return tuple(arg) if isinstance(arg, list) and any(isinstance(a, slice) or a is Ellipsis for a in arg) else arg

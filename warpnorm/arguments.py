@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 
+from warpnorm import settings
 from warpnorm.errors import InputError, InputTypeError
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float64, torch.float32, *HALVES)
 
 
 def check_input(name: str, input: Any) -> None:
@@ -19,6 +21,18 @@ def check_input(name: str, input: Any) -> None:
         raise InputTypeError(f"{name}: input must be a tensor, but is a {type(input).__name__}")
     if input.dtype not in DTYPES:
         raise InputError(f"{name}: input has dtype {input.dtype}, but must be float64, float32, float16 or bfloat16")
+
+
+def output_dtype(name: str, input: torch.Tensor) -> torch.dtype:
+    """float32 for 16 bits where this version of PyTorch has a norm among what autocast computes so, else the input's."""
+    if input.is_cuda and input.dtype in HALVES and torch.is_autocast_enabled("cuda") and _is_widened(name):
+        return torch.float32
+    return input.dtype
+
+
+@settings.constant
+def _is_widened(name: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCUDA")
 
 
 def resolve_shape(name: str, input: torch.Tensor, normalized_shape: Any, normalized_dim: Any) -> tuple[int, ...]:

@@ -138,13 +138,12 @@ class Writer:
         return place
 
     def number(self, value: Any) -> Any:
-        from torch.fx.experimental.symbolic_shapes import has_static_value, statically_known_true
+        from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value, statically_known_true
 
         if has_static_value(value):
             return value
         if isinstance(value, float):
-            self.is_known = False
-            return None
+            return guard_scalar(value)  # a constant, as everywhere in a fused function
         for place, symbol in enumerate(self.symbols):
             if statically_known_true(value == symbol):
                 return SYMBOL, place
@@ -260,7 +259,8 @@ def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) 
         try:
             with autocast, torch.set_grad_enabled(has_gradients):
                 sizes = [[start + 2 * k for k in range(symbols)] for start in INVENTED]
-                found.append(_agreed(*(_lowered(steps, wanted, leaves, own) for own in sizes), sizes))
+                first, second = (_lowered(steps, wanted, leaves, own) for own in sizes)
+                found.append(_agreed(first, second, sizes))
         except (AssertionError, WarpnormError, RuntimeError, ValueError, TypeError, NotImplementedError, KeyError):
             found.append(None)
 

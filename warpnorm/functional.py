@@ -16,7 +16,6 @@ from warpnorm.trace import handlers
 Shape = int | Sequence[int]
 # What PyTorch's operators raise on input that the checked path below either takes or refuses in one clear sentence.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def layer_norm(
@@ -73,11 +72,12 @@ def layer_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight, bias))
+    dtype = arguments.output_dtype(name, input) if out is None else input.dtype
     is_large = pipeline.is_large_input(LAYER_NORM, input, prod(shape))
     if pipeline.route(input, weight, bias, is_large=is_large) != "reference":
-        results = repeat.first(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, out, seen)
+        results = repeat.first(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, dtype, out, seen)
     else:
-        results = reference.layer_norm(input, shape, weight, bias, eps, weight_offset)
+        results = reference.layer_norm(input.to(dtype), shape, weight, bias, eps, weight_offset)
         if out is not None:
             results = (out.copy_(results[0]), *results[1:])
     return results if return_stats else results[0]
@@ -135,11 +135,12 @@ def rms_norm(
     weight_offset = arguments.check_weight_offset(name, weight_offset, weight)
     if out is not None:
         arguments.check_out(name, out, input, (weight,))
+    dtype = arguments.output_dtype(name, input) if out is None else input.dtype
     is_large = pipeline.is_large_input(RMS_NORM, input, prod(shape))
     if pipeline.route(input, weight, is_large=is_large) != "reference":
-        results = repeat.first(RMS_NORM, input, shape, weight, None, eps, weight_offset, out, seen)
+        results = repeat.first(RMS_NORM, input, shape, weight, None, eps, weight_offset, dtype, out, seen)
         return results if return_stats else results[0]
-    output = reference.rms_norm(input, shape, weight, eps, weight_offset)
+    output = reference.rms_norm(input.to(dtype), shape, weight, eps, weight_offset)
     # before out is written, which may be the input
     statistics = (reference.rms_statistic(input, shape, weight, eps),) if return_stats else ()
     if out is not None:
@@ -240,11 +241,12 @@ def group_norm(
     eps = arguments.check_eps(name, eps)
     _check_tensors(name, input, channels, weight, bias, None, None, True, out)
     arguments.check_several(name, "value per group", input, input.shape[0] * channels // groups)
+    dtype = arguments.output_dtype(name, input) if out is None else input.dtype
     if _takes_kernels(GROUP_NORM, input, weight, bias):
-        output, mean, rstd = _by_channel_kernels(GROUP_NORM, input, groups, weight, bias, eps, out)
+        output, mean, rstd = _by_channel_kernels(GROUP_NORM, input, groups, weight, bias, eps, out, dtype=dtype)
         return (output, mean.view(-1, groups), rstd.view(-1, groups)) if return_stats else output
     statistics = _statistics(input, groups, weight, bias, eps) if return_stats else ()
-    return _returned(reference.group_norm(input, groups, weight, bias, eps), out, statistics)
+    return _returned(reference.group_norm(input.to(dtype), groups, weight, bias, eps), out, statistics)
 
 
 def instance_norm(
@@ -353,7 +355,7 @@ def _may_write(
         return _are_vectors(weight, bias)
     dtype = running_mean.dtype
     return (
-        (dtype is input.dtype or (dtype is torch.float32 and input.dtype in HALVES))
+        (dtype is input.dtype or (dtype is torch.float32 and input.dtype in arguments.HALVES))
         and running_var.dtype is dtype
         and (weight is None or (weight.dtype is dtype and weight.ndim == 1 and weight.is_cpu))
         and (bias is None or (bias.dtype is dtype and bias.ndim == 1 and bias.is_cpu))
@@ -441,14 +443,16 @@ def _by_channel_kernels(
     out: torch.Tensor | None,
     fixed: tuple[torch.Tensor, torch.Tensor] | None = None,
     running: Running | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """(output, mean, rstd), and the biased variance where the norm keeps it, with one number a row. `groups` is 0 for batch
     norm; `fixed` are its running statistics in evaluation, and `running` in training."""
+    dtype = dtype or input.dtype
     mask = (False, True, *[False] * (input.ndim - 2))
     parameters = [_by_channel(p, input) for p in (*(fixed or ()), weight, bias) if p is not None]
     axes: tuple[Axes, ...] = (FULL, *[mask] * len(parameters))
     if torch.compiler.is_compiling():
-        flags = (weight is not None, bias is not None, 0.0, axes, input.dtype, groups, fixed is not None)
+        flags = (weight is not None, bias is not None, 0.0, axes, dtype, groups, fixed is not None)
         text = library.affine_text(norm.name, 1, eps, *flags)
         own = FIXED_NORM if fixed is not None else norm
         output, *statistics = library.normalize(own, text, [input, *parameters], out=out, running=running)
@@ -456,7 +460,7 @@ def _by_channel_kernels(
         epilogue: Affine | FixedAffine = Affine(weight is not None, bias is not None)
         if fixed is not None:
             norm, epilogue = FIXED_NORM, FixedAffine(eps, weight is not None, bias is not None)
-        call = Call(norm, 1, eps, Itself(), epilogue, axes, (input.dtype,), groups=groups)
+        call = Call(norm, 1, eps, Itself(), epilogue, axes, (dtype,), groups=groups)
         output, *statistics = normalize_and_average(call, [input, *parameters], out, running)
     if fixed is not None:
         mean, variance = (buffer.detach().to(compute_dtype([input.dtype])) for buffer in fixed)

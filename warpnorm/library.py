@@ -72,8 +72,11 @@ def _norm_backward(
     if _is_run(call, operands):
         found = pipeline.backward(call, operands, grads, rows, tuple(wanted))
     else:
-        by_definition = composite_gradients(call, operands, grads, wanted)
-        found = {i: _empty_gradient(call, operands[i]).copy_(g) for i, g in by_definition.items() if g is not None}
+        leaves = [o.detach() if isinstance(o, torch.Tensor) else o for o in operands]
+        by_definition = composite_gradients(call, leaves, [g if g is None else g.detach() for g in grads], wanted)
+        found = {
+            i: _empty_gradient(call, operands[i]).copy_(g.detach()) for i, g in by_definition.items() if g is not None
+        }
     gradients: list[torch.Tensor] = []
     for i in wanted:
         gradient = found.get(i)
@@ -207,8 +210,8 @@ def affine_text(
     """Of a norm alone, with its weight and bias; `is_fixed`: batch norm by its running statistics."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
-    eps, weight_offset, groups = guard_scalar(eps), guard_scalar(weight_offset), guard_scalar(groups)
-    return _affine_text(norm, col_dims, eps, has_weight, has_bias, weight_offset, axes, dtype, groups, is_fixed)
+    eps, weight_offset, count = guard_scalar(eps), guard_scalar(weight_offset), int(guard_scalar(groups))
+    return _affine_text(norm, col_dims, eps, has_weight, has_bias, weight_offset, axes, dtype, count, is_fixed)
 
 
 @settings.constant

@@ -2,7 +2,8 @@
 number of times; the functions named after the norms are what runs where neither kernels nor native code do, by PyTorch's
 own fused operators."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -66,6 +67,14 @@ def composite(call: Call, *operands: torch.Tensor | float) -> tuple[torch.Tensor
         xhat = (deviation * torch.rsqrt(variance + call.eps)).reshape(c.shape)
     results = call.epilogue(xhat, c, *wide)
     return tuple(result.to(dtype) for result, dtype in zip(results, call.outputs, strict=True))
+
+
+@contextmanager
+def differentiating() -> Iterator[None]:
+    """Gradients are recorded inside, also where an operator of PyTorch's library runs, which is below autograd."""
+    keys, guard = torch._C.DispatchKey, torch._C._SetExcludeDispatchKeyGuard
+    with torch.enable_grad(), guard(keys.AutogradFunctionality, False), guard(keys.ADInplaceOrView, False):
+        yield
 
 
 def statistics(call: Call, *operands: torch.Tensor | float) -> dict[str, torch.Tensor]:

@@ -70,7 +70,7 @@ def _offer(found: "Repeat", key: tuple[Any, ...]) -> None:
     if module is None:
         return
     found.offered = settings.current()
-    like = torch.empty(input.shape, dtype=input.dtype, device="meta")
+    like = torch.empty(input.shape, dtype=found.call.outputs[0], device="meta")
     described = _described(found.launch, input, (like,), len(found.call.axes), False)
     if described is not None:
         module.remember(key, *described, tuple(range(found.count)), (1 << found.count) - 1, found, found.launch, True)
@@ -220,7 +220,8 @@ def _key(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float 
         return None
     try:
         of_weight = None if weight is None else _layout(weight)
-        return norm.name, shape, eps, _layout(input), of_weight, None if bias is None else _layout(bias)
+        is_autocast = input.is_cuda and torch.is_autocast_enabled("cuda")
+        return norm.name, shape, eps, _layout(input), of_weight, None if bias is None else _layout(bias), is_autocast
     except (AttributeError, InputError, RuntimeError, TypeError):  # not a tensor, or not a strided one with memory
         return None
 
@@ -251,10 +252,12 @@ def first(
     bias: torch.Tensor | None,
     eps: float,
     weight_offset: float,
+    dtype: torch.dtype,
     out: torch.Tensor | None,
     key: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(output, *statistics): the affine is the epilogue, weight and bias are its operands. Remembered under `key`."""
+    """(output, *statistics): the affine is the epilogue, weight and bias are its operands. The output is in `dtype`.
+    Remembered under `key`."""
     operands: list[torch.Tensor | float] = [input]
     axes = [FULL]
     if weight is not None:
@@ -264,9 +267,9 @@ def first(
         operands.append(spread(bias))
         axes.append(COLUMN)
     if torch.compiler.is_compiling():
-        return _as_operator(norm, input, len(shape), operands, axes, eps, weight_offset, out, bias is not None)
+        return _as_operator(norm, input, len(shape), operands, axes, eps, weight_offset, dtype, out, bias is not None)
     epilogue = Affine(weight is not None, bias is not None, weight_offset)
-    call = Call(norm, len(shape), eps, Itself(), epilogue, tuple(axes), (input.dtype,))
+    call = Call(norm, len(shape), eps, Itself(), epilogue, tuple(axes), (dtype,))
     output, *statistics = pipeline.normalize(call, operands, out)
     given = [operand for operand in (input, weight, bias) if operand is not None]
     if key is not None and all(a is b for a, b in zip(operands, given, strict=True)) and _is_repeatable(given):
@@ -286,12 +289,13 @@ def _as_operator(
     axes: Sequence[str],
     eps: float,
     weight_offset: float,
+    dtype: torch.dtype,
     out: torch.Tensor | None,
     has_bias: bool,
 ) -> tuple[torch.Tensor, ...]:
     """The same as one operator of PyTorch's library."""
     has_weight = len(operands) > 1 + has_bias
-    text = library.affine_text(norm.name, col_dims, eps, has_weight, has_bias, weight_offset, list(axes), input.dtype)
+    text = library.affine_text(norm.name, col_dims, eps, has_weight, has_bias, weight_offset, list(axes), dtype)
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     numbers = [operand for operand in operands if not isinstance(operand, torch.Tensor)]
     output, *statistics = library.normalize(norm, text, tensors, numbers, out)
@@ -314,7 +318,8 @@ class Repeat:
     def __init__(self, call: Call, operands: Sequence[torch.Tensor]) -> None:
         input = operands[0]
         self.call = call
-        views = tuple(map(View.of, (*operands, _empty(input))))
+        self.dtype = call.outputs[0]
+        views = tuple(map(View.of, (*operands, _empty(input, self.dtype))))
         launch: Any = pipeline.prepare_forward(call, views, input.device, None)
         self.launch = launch
         self.can_run = hasattr(launch, "into")  # what the compiler did not build is nothing to repeat
@@ -329,12 +334,12 @@ class Repeat:
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
         """The output alone, where no gradient is needed."""
-        output = self._empty(operands[0])
+        output = self._empty(operands[0], self.dtype)
         self.launch.into(operands, (output,), _scratch_at(self.place, self.launch, output))
         return output
 
-    def _empty(self, like: torch.Tensor) -> torch.Tensor:
-        result = _empty(like)
+    def _empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        result = _empty(like, dtype)
         if self.is_native:
             pipeline.reuse_memory((result,))
         return result
@@ -342,7 +347,7 @@ class Repeat:
     def forward(
         self, call: Call, operands: Sequence[Any], *, running: Running | None = None
     ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        output = self._empty(operands[0])
+        output = self._empty(operands[0], self.dtype)
         statistics = self.launch.empty_statistics(output.device)
         self.launch.into(operands, (output,), statistics)
         return (output,), statistics
@@ -380,8 +385,10 @@ class Repeat:
         return dict(zip(which, gradients, strict=True))
 
 
-def _empty(like: torch.Tensor) -> torch.Tensor:
-    """Contiguous."""
-    if like.is_contiguous():
-        return torch.empty_like(like)  # the quicker of the two
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+def _empty(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Contiguous, of its own dtype or another one."""
+    if dtype is None or dtype is like.dtype:
+        if like.is_contiguous():
+            return torch.empty_like(like)  # the quickest
+        dtype = like.dtype
+    return torch.empty(like.shape, dtype=dtype, device=like.device)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from warpnorm.problem import BackwardProblem, Call, Running
-from warpnorm.reference import composite, statistics
+from warpnorm.reference import composite, differentiating, statistics
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class FallbackBackward:
         problem = self.problem
         leaves = [o.detach() if isinstance(o, torch.Tensor) else o for o in operands]
         wanted = [leaves[i].requires_grad_() for i in problem.wanted]  # type: ignore[union-attr]
-        with torch.enable_grad():
+        with differentiating():
             outputs = composite(self.call, *leaves)
-        found = torch.autograd.grad(
-            [outputs[i] for i in problem.given], wanted, grad_outputs, allow_unused=True, materialize_grads=True
-        )
+            found = torch.autograd.grad(
+                [outputs[i] for i in problem.given], wanted, grad_outputs, allow_unused=True, materialize_grads=True
+            )
         for gradient, value in zip(gradients, found, strict=True):
             gradient.copy_(value)

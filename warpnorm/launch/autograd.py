@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 from warpnorm.problem import Call, Running
-from warpnorm.reference import composite
+from warpnorm.reference import composite, differentiating
 from warpnorm.trace.at_hand import Shortcut
 
 
@@ -192,7 +192,7 @@ def composite_gradients(
 ) -> dict[int, torch.Tensor | None]:
     """By PyTorch's operators."""
     is_differentiated_again = torch.is_grad_enabled()
-    with torch.enable_grad():
+    with differentiating():
         inputs = [_as_input(o) if isinstance(o, torch.Tensor) else o for o in operands]
         outputs = composite(call, *inputs)
         given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]

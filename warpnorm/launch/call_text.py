@@ -14,7 +14,7 @@ from warpnorm.errors import InputError
 from warpnorm.problem import Call, Literal
 from warpnorm.reference import Affine, FixedAffine, Itself
 from warpnorm.trace.at_hand import FromSum, Sum
-from warpnorm.trace.expression import CAST, RELABEL, Constant, Expression, Ref, Step, operator
+from warpnorm.trace.expression import CAST, DROPOUT, RELABEL, Constant, Expression, Ref, Step, operator
 from warpnorm.trace.fakes import is_pointwise
 from warpnorm.trace.operators import writes
 
@@ -79,6 +79,8 @@ def _read_function(record: Any) -> Any:
 
 
 def _expression(expression: Expression) -> dict[str, Any]:
+    if any(step.target == DROPOUT for step in expression.steps):
+        raise _UnwritableError("what is drawn has no text")
     return {
         "inputs": expression.inputs,
         "steps": [

@@ -199,7 +199,7 @@ bool has_modes() {
 }
 
 /* Whether nothing traces or transforms calls: it would be among the keys that the dispatcher includes, or a level of forward
-   gradients. Autocast changes nothing here, and of what is excluded only autograd counts, below. */
+   gradients. Autocast is part of a key, and of what is excluded only autograd counts, below. */
 bool is_plain() {
   using c10::DispatchKey;
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
@@ -407,6 +407,7 @@ bool read(PyObject* const* args, Py_ssize_t count, Key& key, variable_list& oper
   if (count > static_cast<Py_ssize_t>(MOST_OPERANDS)) return false;
   key.add(reinterpret_cast<int64_t>(args[0]));
   key.add(reinterpret_cast<int64_t>(settings_now()));  // which a `with` block may change
+  key.add(c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::AutocastCUDA));  // it decides about dtypes
   if (eps == Py_None) {
     key.add(-1);
   } else if (PyFloat_CheckExact(eps)) {

@@ -140,10 +140,8 @@ class Writer:
     def number(self, value: Any) -> Any:
         from torch.fx.experimental.symbolic_shapes import guard_scalar, has_static_value, statically_known_true
 
-        if has_static_value(value):
-            return value
-        if isinstance(value, float):
-            return guard_scalar(value)  # a constant, as everywhere in a fused function
+        if has_static_value(value) or isinstance(value, float):
+            return guard_scalar(value)  # floats are constants, as everywhere in a fused function
         for place, symbol in enumerate(self.symbols):
             if statically_known_true(value == symbol):
                 return SYMBOL, place

@@ -146,11 +146,13 @@ def test_every_size_may_be_a_symbol() -> None:
     seen = Seen()
     compiled = torch.compile(alone, backend=seen, fullgraph=True, dynamic=True)
     compiled_fused = torch.compile(fused, backend=seen, fullgraph=True, dynamic=True)
+    frames = []
     for count, cols in ((3, 2048), (4, 3000), (5, 4096)):
         x, y = torch.randn(count, 2048), torch.randn(count, cols)
         assert torch.equal(compiled(x), alone(x))
         assert torch.equal(compiled_fused(y), fused(y))
-    assert seen.frames == 2
+        frames.append(seen.frames)
+    assert len(set(frames)) == 1
     assert all(graph == [NORM] for graph in seen.graphs)
 
 

@@ -3,7 +3,7 @@
 `pipeline.py` is the map of what happens in one call.
 """
 
-from warpnorm import nn
+from warpnorm import nn, parallel
 from warpnorm.errors import (
     FusionError,
     InputError,
@@ -35,6 +35,7 @@ __all__ = [
     "instance_norm",
     "layer_norm",
     "nn",
+    "parallel",
     "patch",
     "rms_norm",
     "unpatch",

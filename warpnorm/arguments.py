@@ -171,6 +171,12 @@ def check_several(name: str, of_what: str, input: torch.Tensor, count: int = 1) 
     return count
 
 
+def check_total(name: str, of_what: str, count: int, given: str) -> None:
+    """The same of what all ranks hold together."""
+    if count == 1:
+        raise InputError(f"{name}: Expected more than 1 {of_what}, but there is one on all ranks, and {given}")
+
+
 def check_flag(name: str, what: str, flag: Any) -> bool:
     if not isinstance(flag, bool):
         raise InputTypeError(f"{name}: {what} must be a bool, but is a {type(flag).__name__}")

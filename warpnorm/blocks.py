@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from warpnorm import pipeline
+from warpnorm import parallel, pipeline
 from warpnorm.errors import InputError
 from warpnorm.fuse import fuse
 
@@ -86,7 +86,7 @@ class BatchNormReLU2d(torch.nn.BatchNorm2d):
     """`relu(batch_norm(x))`, or with a residual `relu(batch_norm(x) + residual)`, in training and evaluation; the arguments
     are those of `torch.nn.BatchNorm2d`. With `momentum=None`, where each batch counts less than the one before, training
     takes PyTorch's operators one after another. `torch.nn.SyncBatchNorm.convert_sync_batchnorm` takes it for a BatchNorm
-    alone and would drop the rest."""
+    alone and would drop the rest; `warpnorm.nn.SyncBatchNorm.convert_sync_batchnorm` does not."""
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         self._check_input_dim(input)
@@ -102,6 +102,52 @@ class BatchNormReLU2d(torch.nn.BatchNorm2d):
     @fuse
     def _with(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return F.relu(torch.nn.BatchNorm2d.forward(self, x) + residual)
+
+
+class SyncBatchNormReLU2d(torch.nn.BatchNorm2d):
+    """`BatchNormReLU2d` of the batch that all ranks of `process_group` (None: all ranks) hold together:
+    `relu(batch_norm(x))`, or with a residual `relu(batch_norm(x) + residual)`. In training one collective forward and one
+    backward; norm, residual and ReLU are one kernel after it."""
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True, process_group: Any = None, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+
+    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        self._check_input_dim(input)
+        if not self.training and self.running_mean is None:  # by the batch here, as PyTorch's SyncBatchNorm
+            normalized = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            return F.relu(normalized if residual is None else normalized + residual)
+        is_tracking = self.training and self.track_running_stats and self.num_batches_tracked is not None
+        momentum = self.momentum
+        if momentum is None:  # the mean of all batches
+            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0) if is_tracking else 0.0  # type: ignore[arg-type]
+        if self.momentum is None and is_tracking:  # a number that changes: not one to capture
+            normalized = self._normalized(input, momentum)
+            output = F.relu(normalized if residual is None else normalized + residual)
+        else:
+            output = self._alone(input, momentum) if residual is None else self._with(input, residual, momentum)
+        if is_tracking:
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        return output
+
+    def _normalized(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
+        is_averaged = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if is_averaged else (None, None)
+        return parallel.batch_norm(
+            x, mean, variance, self.weight, self.bias, self.training, momentum, self.eps, group=self.process_group
+        )
+
+    @fuse
+    def _alone(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
+        return F.relu(self._normalized(x, momentum))
+
+    @fuse
+    def _with(self, x: torch.Tensor, residual: torch.Tensor, momentum: float) -> torch.Tensor:
+        return F.relu(self._normalized(x, momentum) + residual)
 
 
 class GroupNormSiLU(torch.nn.GroupNorm):

@@ -1,6 +1,6 @@
 """The norms as functions: PyTorch's signatures and semantics, and more by keyword. The modules are in `nn.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -16,6 +16,7 @@ from warpnorm.trace import handlers
 Shape = int | Sequence[int]
 # What PyTorch's operators raise on input that the checked path below either takes or refuses in one clear sentence.
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError)
+on_shards: Callable[..., Any] | None = None  # runs a function of this file on DTensors; `parallel` says how
 
 
 def layer_norm(
@@ -50,8 +51,8 @@ def layer_norm(
         found = repeat.quick(LAYER_NORM, eps, normalized_shape, input, weight, bias)
         if found is not None:
             return found
-    if has_torch_function_unary(input):
-        return handle_torch_function(
+    if has_torch_function_unary(input) or is_sharded(input):
+        return _elsewhere(
             layer_norm, (input,), input, normalized_shape, weight, bias, eps,
             normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
         )  # fmt: skip
@@ -107,8 +108,8 @@ def rms_norm(
         found = repeat.quick(RMS_NORM, eps, normalized_shape, input, weight)
         if found is not None:
             return found
-    if has_torch_function_unary(input):
-        return handle_torch_function(
+    if has_torch_function_unary(input) or is_sharded(input):
+        return _elsewhere(
             rms_norm, (input,), input, normalized_shape, weight, eps,
             normalized_dim=normalized_dim, out=out, weight_offset=weight_offset, return_stats=return_stats,
         )  # fmt: skip
@@ -173,8 +174,8 @@ def batch_norm(
     Weight, bias and running statistics may have other dtypes than `input`, and keep them. The result has the dtype and
     the memory format of `input`. A call that raises has not touched the running statistics.
     """
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
-        return handle_torch_function(
+    if has_torch_function_variadic(input, running_mean, running_var, weight, bias) or is_sharded(input):
+        return _elsewhere(
             batch_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
             training, momentum, eps, out=out, return_stats=return_stats,
         )  # fmt: skip
@@ -225,8 +226,8 @@ def group_norm(
     The keywords are those of `batch_norm`, and so are the dtypes that it takes; the statistics have shape
     (N, num_groups).
     """
-    if has_torch_function_variadic(input, weight, bias):
-        return handle_torch_function(
+    if has_torch_function_variadic(input, weight, bias) or is_sharded(input):
+        return _elsewhere(
             group_norm, (input, weight, bias), input, num_groups, weight, bias, eps, out=out, return_stats=return_stats
         )
     if out is None and not return_stats and _takes_operators(input, None, GROUP_NORM):
@@ -268,8 +269,8 @@ def instance_norm(
 
     The keywords are those of `batch_norm`, and so are the dtypes that it takes; the statistics have shape (N, C).
     """
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias):
-        return handle_torch_function(
+    if has_torch_function_variadic(input, running_mean, running_var, weight, bias) or is_sharded(input):
+        return _elsewhere(
             instance_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
             use_input_stats, momentum, eps, out=out, return_stats=return_stats,
         )  # fmt: skip
@@ -304,6 +305,18 @@ def instance_norm(
     statistics = _statistics(input, channels, weight, bias, eps) if return_stats else ()
     output = reference.instance_norm(input, running_mean, running_var, weight, bias, momentum, eps)
     return _returned(output, out, statistics)
+
+
+def is_sharded(input: Any) -> bool:
+    """Whether the input is a DTensor, which others hold parts of."""
+    return type(input) not in pipeline.PLAIN_TYPES and type(input).__name__ == "DTensor"
+
+
+def _elsewhere(function: Callable[..., Any], relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+    """A call on tensors of another class, which takes it over; those on DTensors go to `parallel`."""
+    if is_sharded(args[0]) and on_shards is not None:
+        return on_shards(function, *args, **kwargs)
+    return handle_torch_function(function, relevant, *args, **kwargs)
 
 
 def normalize_and_average(

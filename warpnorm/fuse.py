@@ -16,15 +16,21 @@ from torch.utils import _pytree as pytree
 
 from warpnorm import compiled, functional, pipeline, reference, repeat
 from warpnorm.errors import InputError, InputTypeError
-from warpnorm.functional import HANDLERS
 from warpnorm.launch.call_text import NORMS
+from warpnorm.parallel import exchange, split
+from warpnorm.parallel import functional as parallel
 from warpnorm.problem import Call, Running
-from warpnorm.trace import environment, fusion
+from warpnorm.trace import environment, fusion, handlers
 from warpnorm.trace.arrange import Prepared, arrange, is_host_scalar, leader
 
 LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
 MANY_CAPTURES = 32
 NOTHING: Any = object()
+HANDLERS = functional.HANDLERS | {
+    parallel.layer_norm: handlers.shared(handlers.layer_norm, exchange.name_of),
+    parallel.rms_norm: handlers.shared(handlers.rms_norm, exchange.name_of),
+    parallel.batch_norm: handlers.shared(handlers.batch_norm, exchange.name_of),
+}
 LEAF = pytree.tree_structure(0)
 
 
@@ -108,6 +114,8 @@ class Fused:
             operands += draw(leader(request.tensors).device)
         if route == "native" and not pipeline.takes(call, operands):
             return self.__wrapped__(*given, **kwargs)
+        if prepared.captured.ranks:
+            return self._shared(prepared, call, operands, request.tensors)
         running = running_of(prepared.captured.effects, call, operands, request.tensors)
         outputs = functional.normalize_and_average(call, operands, None, running)
         for effect in prepared.captured.effects:
@@ -121,6 +129,23 @@ class Fused:
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
 
+    def _shared(
+        self, prepared: Prepared, call: Call, operands: Sequence[torch.Tensor | float], tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """One call whose rows lie on several ranks."""
+        outputs, merged = split.normalize(call, operands, exchange.group_of(prepared.captured.ranks), True)
+        for effect in sorted(prepared.captured.effects, key=lambda effect: isinstance(effect, fusion.Count)):
+            if isinstance(effect, fusion.Count):
+                apply_effect(effect, call, outputs, tensors)
+            else:
+                count = outputs[0].numel() // merged.variance.numel()
+                running = effect.mean(tensors), effect.variance(tensors)
+                parallel.average(
+                    merged, count, *running, effect.momentum, f"a result has {outputs[0].numel()} elements"
+                )
+        leaves = [_leaf(leaf, outputs, tensors) for leaf in prepared.leaves]
+        return pytree.tree_unflatten(leaves, prepared.captured.tree)
+
     def request(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         tensors: list[torch.Tensor] = []
         key = tuple([_key(arg, tensors) for arg in args])
@@ -130,7 +155,7 @@ class Fused:
         around = environment.read(function) if owner is NOTHING else environment.read(function, owner)
         places = tuple([_key(tensor, tensors) for tensor in around.tensors])
         given = args if owner is NOTHING else (owner, *args)
-        modes = (torch.get_default_dtype(), _autocast(tensors), torch.is_grad_enabled())
+        modes = (torch.get_default_dtype(), _autocast(tensors), torch.is_grad_enabled(), exchange.initialized())
         return Request(given, kwargs, tensors, (key, around.key, places, modes))
 
     def prepare(self, request: Request) -> Prepared:
@@ -288,7 +313,7 @@ def _order(captured: fusion.Captured) -> tuple[int, ...] | None:
     numbers = [leaf.number if isinstance(leaf, fusion.Output) else None for leaf in captured.leaves]
     if not is_plain or numbers != list(range(count)):
         return None
-    is_more = captured.draws or captured.effects or any(i.moves for i in captured.inputs)
+    is_more = captured.draws or captured.effects or captured.ranks or any(i.moves for i in captured.inputs)
     if is_more or captured.call.norm.is_by_channel:
         return None
     return tuple(i.index for i in captured.inputs)

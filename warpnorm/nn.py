@@ -1,9 +1,11 @@
 """Drop-in modules: PyTorch's own classes with the same arguments, parameters and state_dict, run by warpnorm. Those with
 something fused around them are of `blocks.py`."""
 
+from typing import Any
+
 import torch
 
-from warpnorm import functional
+from warpnorm import functional, parallel
 from warpnorm.blocks import (
     AdaLayerNorm,
     AddLayerNorm,
@@ -13,7 +15,9 @@ from warpnorm.blocks import (
     GroupNormSiLU,
     QKNorm,
     RMSNormFloat8,
+    SyncBatchNormReLU2d,
 )
+from warpnorm.errors import InputError
 
 __all__ = [
     "AdaLayerNorm",
@@ -39,6 +43,8 @@ __all__ = [
     "QKNorm",
     "RMSNorm",
     "RMSNormFloat8",
+    "SyncBatchNorm",
+    "SyncBatchNormReLU2d",
 ]
 
 
@@ -75,10 +81,20 @@ class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
         if is_tracking and self.momentum is None and self.num_batches_tracked is not None:
             momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)  # the mean of all batches
         training = self.training or (mean is None and variance is None)
-        output = functional.batch_norm(input, mean, variance, self.weight, self.bias, training, momentum, self.eps)
+        output = self._normalize(input, mean, variance, training, momentum)
         if is_tracking and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        return output  # type: ignore[return-value]
+        return output
+
+    def _normalize(
+        self,
+        input: torch.Tensor,
+        mean: torch.Tensor | None,
+        variance: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+    ) -> torch.Tensor:
+        return functional.batch_norm(input, mean, variance, self.weight, self.bias, training, momentum, self.eps)  # type: ignore[return-value]
 
 
 class BatchNorm1d(_BatchNorm, torch.nn.BatchNorm1d):
@@ -91,6 +107,62 @@ class BatchNorm2d(_BatchNorm, torch.nn.BatchNorm2d):
 
 class BatchNorm3d(_BatchNorm, torch.nn.BatchNorm3d):
     """`torch.nn.BatchNorm3d`, run by `warpnorm.batch_norm`."""
+
+
+class SyncBatchNorm(_BatchNorm):
+    """`torch.nn.SyncBatchNorm`, on CPUs and GPUs: in training a batch is what all ranks of `process_group` (None: all ranks)
+    hold together. Run by `warpnorm.parallel.batch_norm`: one collective forward and one backward."""
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True,
+        track_running_stats: bool = True, process_group: Any = None, device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.ndim < 2:
+            raise InputError(f"SyncBatchNorm: input has shape {tuple(input.shape)}, but must be (N, C) or (N, C, ...)")
+
+    def _normalize(
+        self,
+        input: torch.Tensor,
+        mean: torch.Tensor | None,
+        variance: torch.Tensor | None,
+        training: bool,
+        momentum: float,
+    ) -> torch.Tensor:
+        given = (input, mean, variance, self.weight, self.bias, training, momentum, self.eps)
+        if not self.training:  # without running statistics evaluation is by those of the batch here, as PyTorch's
+            return functional.batch_norm(*given)  # type: ignore[return-value]
+        return parallel.batch_norm(*given, group=self.process_group)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+        """The model with every BatchNorm in it, PyTorch's and warpnorm's, replaced by one of this class, and every
+        `BatchNormReLU2d` by a `SyncBatchNormReLU2d`; they keep their parameters, which stay the same objects."""
+        found = module
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(
+            module, cls | SyncBatchNormReLU2d
+        ):
+            found = _shared_twin(cls, module, process_group)
+        for name, child in module.named_children():
+            found.add_module(name, cls.convert_sync_batchnorm(child, process_group))
+        return found
+
+
+def _shared_twin(cls: type[SyncBatchNorm], module: Any, process_group: Any) -> torch.nn.Module:
+    if isinstance(module, torch.nn.modules.lazy.LazyModuleMixin):
+        raise InputError(
+            "convert_sync_batchnorm: a lazy BatchNorm does not know its channels yet; call the model once before"
+        )
+    kind: Any = SyncBatchNormReLU2d if isinstance(module, BatchNormReLU2d) else cls
+    made = kind(module.num_features, module.eps, module.momentum, False, False, process_group=process_group)
+    made.affine, made.track_running_stats = module.affine, module.track_running_stats
+    made.weight, made.bias = module.weight, module.bias
+    for name in ("running_mean", "running_var", "num_batches_tracked"):
+        setattr(made, name, getattr(module, name))
+    return made.train(module.training)
 
 
 class LazyBatchNorm1d(_BatchNorm, torch.nn.LazyBatchNorm1d):

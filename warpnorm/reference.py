@@ -60,7 +60,7 @@ class FixedAffine:
 
 def composite(call: Call, *operands: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
     """The call as its definition reads, in float32 (float64 where anything is float64), rounded once at the end."""
-    c, wide = _before(call, operands)
+    c, wide = before(call, operands)
     xhat = c
     if call.norm.is_computed:
         deviation, _mean, variance = _moments(call, c)
@@ -79,12 +79,12 @@ def differentiating() -> Iterator[None]:
 
 def statistics(call: Call, *operands: torch.Tensor | float) -> dict[str, torch.Tensor]:
     """One number for each row: mean, rstd and variance."""
-    _deviation, mean, variance = _moments(call, _before(call, operands)[0])
+    _deviation, mean, variance = _moments(call, before(call, operands)[0])
     found = {"mean": mean, "rstd": torch.rsqrt(variance + call.eps), "variance": variance}
     return {name: value.reshape(-1) for name, value in found.items()}
 
 
-def _before(call: Call, operands: Sequence[torch.Tensor | float]) -> tuple[torch.Tensor, list[torch.Tensor | float]]:
+def before(call: Call, operands: Sequence[torch.Tensor | float]) -> tuple[torch.Tensor, list[torch.Tensor | float]]:
     """c, and the operands in the dtype of computation."""
     compute = compute_dtype([call.compute, *(t.dtype for t in operands if isinstance(t, torch.Tensor))])
     wide = [t.to(compute) if isinstance(t, torch.Tensor) and t.is_floating_point() else t for t in operands]

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2] / "warpnorm"
 FILES = sorted(ROOT.rglob("*.py"))
 LINE = (
     "errors, settings < problem, norms, space < reference, trace < plan < kernels < codegen < launch, cpu < pipeline"
-    " < library < repeat < functional, fuse, explain < blocks < nn < parallel, integrate < bench < cli"
+    " < library < repeat < functional < parallel < fuse, explain < blocks < nn < integrate < bench < cli"
 )
 LEVEL = {name.strip(): level for level, names in enumerate(LINE.split("<")) for name in names.split(",")}
 LEVEL |= {
@@ -29,8 +29,6 @@ NEIGHBOURS = {
     ("functional", "arguments"),
     ("compiled", "functional"),
     ("fuse", "compiled"),
-    ("explain", "fuse"),
-    ("fuse", "functional"),
     ("explain", "fuse"),
     ("settings", "errors"),
 }  # who may import whom on one level

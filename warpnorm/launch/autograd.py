@@ -132,7 +132,7 @@ def second_gradients(
     is_differentiated_again = torch.is_grad_enabled()
     count = len(call.outputs)
     with torch.enable_grad():
-        inputs = [_as_input(t) if isinstance(t, torch.Tensor) else t for t in tensors]
+        inputs = [as_input(t) if isinstance(t, torch.Tensor) else t for t in tensors]
         grad_outputs, operands = inputs[:count], inputs[count:]
         outputs = composite(call, *operands)
         given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
@@ -193,7 +193,7 @@ def composite_gradients(
     """By PyTorch's operators."""
     is_differentiated_again = torch.is_grad_enabled()
     with differentiating():
-        inputs = [_as_input(o) if isinstance(o, torch.Tensor) else o for o in operands]
+        inputs = [as_input(o) if isinstance(o, torch.Tensor) else o for o in operands]
         outputs = composite(call, *inputs)
         given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         gradients = torch.autograd.grad(
@@ -213,7 +213,7 @@ def _with_numbers(tensors: Sequence[torch.Tensor | None], numbers: Sequence[floa
     return [n if t is None else t for t, n in zip(tensors, numbers, strict=True)]
 
 
-def _as_input(tensor: torch.Tensor | None) -> Any:
+def as_input(tensor: torch.Tensor | None) -> Any:
     """A tensor to differentiate by. An alias where it is part of a graph: the saved tensors may depend on each other,
     and what is wanted are partial derivatives, which stop here."""
     if tensor is None or not tensor.is_floating_point():

@@ -9,7 +9,7 @@ import torch
 
 from warpnorm.codegen.kernel import BoundKernel
 from warpnorm.launch.backward import launch_sums
-from warpnorm.launch.forward import empty_statistics, in_bits, on_device
+from warpnorm.launch.forward import empty_statistics, in_bits, lead_of, on_device
 from warpnorm.plan import grid
 from warpnorm.plan.plan import Plan
 from warpnorm.problem import BackwardProblem, ForwardProblem, Running
@@ -38,9 +38,10 @@ class ColumnForwardLaunch:
         """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them, each in
         memory of its own if they are to lie apart."""
         problem, space, plan = self.problem, self.space, self.plan
-        statistics = empty_statistics(problem, space.statistics, outputs[0].device, is_apart)
-        with on_device(outputs[0]):
-            words = _words(plan, space, problem, outputs[0].device)
+        lead = lead_of(operands)
+        statistics = empty_statistics(problem, space.statistics, lead.device, is_apart)
+        with on_device(lead):
+            words = _words(plan, space, problem, lead.device)
             arguments = (tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), *words, statistics)
             averaged: tuple[Any, ...] = ((), ()) if running is None else running.arguments
             for of_step, order, programs in grid.column(plan, self.last, space, problem.has_tasks):

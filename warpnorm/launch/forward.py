@@ -35,8 +35,9 @@ class ForwardLaunch:
     ) -> tuple[torch.Tensor, ...]:
         """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them, each in
         memory of its own if they are to lie apart."""
-        statistics = empty_statistics(self.problem, self.space.rows, outputs[0].device, is_apart)
-        with on_device(outputs[0]):
+        lead = lead_of(operands)
+        statistics = empty_statistics(self.problem, self.space.rows, lead.device, is_apart)
+        with on_device(lead):
             self.into([in_bits(o) for o in operands], [in_bits(o) for o in outputs], statistics, running)
         return statistics
 
@@ -131,6 +132,11 @@ def _from_stock(words: int, device: torch.device) -> torch.Tensor:
     _left[device] = left
     stock = next(stock for stock in reversed(_stock) if stock.device == device)
     return stock[left : left + words]
+
+
+def lead_of(operands: Sequence[torch.Tensor | float]) -> torch.Tensor:
+    """A tensor on the device that a call runs on; there need not be any output."""
+    return next(operand for operand in operands if isinstance(operand, torch.Tensor))
 
 
 def in_bits(operand: torch.Tensor | float) -> torch.Tensor | float:

@@ -11,7 +11,7 @@ import torch
 from warpnorm.codegen import along
 from warpnorm.codegen.kernel import BoundKernel
 from warpnorm.launch.backward import launch_sums
-from warpnorm.launch.forward import empty_statistics, in_bits, on_device, team_mailbox
+from warpnorm.launch.forward import empty_statistics, in_bits, lead_of, on_device, team_mailbox
 from warpnorm.plan import grid
 from warpnorm.plan.plan import Plan
 from warpnorm.problem import BackwardProblem, ForwardProblem, Running
@@ -35,10 +35,10 @@ class HeldForwardLaunch:
     ) -> tuple[torch.Tensor, ...]:
         """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them, each in
         memory of its own if they are to lie apart."""
-        space, device = self.space, outputs[0].device
-        statistics = empty_statistics(self.problem, space.statistics, device, is_apart)
+        space, lead = self.space, lead_of(operands)
+        statistics = empty_statistics(self.problem, space.statistics, lead.device, is_apart)
         averaged: tuple[Any, ...] = ((), ()) if running is None else running.arguments
-        with on_device(outputs[0]):
+        with on_device(lead):
             programs = grid.held(self.plan, space)
             self.kernel.launch(
                 programs, tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)),

@@ -362,6 +362,10 @@ class _Reader:
     def constant(self, value: Hashable) -> Hashable:
         return type(value), value
 
+    def ranks(self, value: Any) -> Hashable:
+        """A process group is found again by its name."""
+        return type(value), value.group_name, value.size()
+
     def member(self, value: Enum) -> Hashable:
         return type(value), value
 
@@ -413,6 +417,7 @@ def _rule(kind: type) -> Rule:
             (issubclass(kind, nn.Module), _Reader.module),
             (issubclass(kind, type), _Reader.kind),
             (issubclass(kind, Enum), _Reader.member),
+            (torch.distributed.is_available() and issubclass(kind, torch.distributed.ProcessGroup), _Reader.ranks),
             (kind.__module__ in ("typing", "torch._ops"), _Reader.constant),
             (issubclass(kind, tuple) and hasattr(kind, "_fields"), _Reader.record),
             (issubclass(kind, tuple) and _trusted(kind.__module__), _Reader.sequence),

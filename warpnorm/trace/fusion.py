@@ -87,6 +87,7 @@ class Captured:
     shapes: tuple[Any, ...] = ()  # the only ones that it serves, where no symbols could stand for them
     effects: tuple[Average | Count, ...] = ()
     unreached: tuple[int, ...] = ()  # operands that no gradient reaches
+    ranks: str = ""  # the name of the process group that shares the rows
 
     def sizes(self, tensors: Sequence[torch.Tensor]) -> dict[Any, int]:
         return {symbol: tensors[i].shape[dim] for symbol, (i, dim) in self.symbols.items()}
@@ -222,6 +223,7 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
     return Captured(
         call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown,
         effects=tuple(map(_effect, recorder.effects)), unreached=_unreached(builder.sources, outputs),
+        ranks=norm.ranks,
     )  # fmt: skip
 
 

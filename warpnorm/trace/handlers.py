@@ -43,9 +43,10 @@ def _autocast(operator: str, c: torch.Tensor) -> torch.Tensor:
 
 def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs.pop("cudnn_enable", None)
+    ranks = kwargs.pop("ranks", "")
     bound = _signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
-    return bound.arguments
+    return bound.arguments | {"ranks": ranks}
 
 
 def _norm(norm: Norm, given: dict[str, Any]) -> torch.Tensor:
@@ -60,7 +61,7 @@ def _norm(norm: Norm, given: dict[str, Any]) -> torch.Tensor:
         if isinstance(parameter, torch.Tensor) and parameter.ndim and tuple(parameter.shape) != shape:
             raise InputError(f"{norm.name}: {what} has shape {tuple(parameter.shape)}, but normalized_shape is {shape}")
     c = _autocast(norm.name, c)
-    output = normalize(c, len(shape), norm.name, float(given["eps"]), 0)
+    output = normalize(c, len(shape), norm.name, float(given["eps"]), 0, given.get("ranks", ""))
     if weight is not None:
         output = output * (weight + given["weight_offset"] if given.get("weight_offset") else weight)
     if bias is not None:
@@ -116,6 +117,15 @@ def instance_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _channel_norm(GROUP_NORM, given, given["use_input_stats"], groups, "instance_norm")
 
 
+def shared(handler: Callable[..., torch.Tensor], ranks: Callable[[Any], str]) -> Callable[..., torch.Tensor]:
+    """The same of a function whose rows lie on several ranks: `ranks` names the process group that it is given."""
+
+    def handle(func: Any, *args: Any, group: Any = None, **kwargs: Any) -> torch.Tensor:
+        return handler(func, *args, group=group, ranks=ranks(group), **kwargs)
+
+    return handle
+
+
 def _by_name(operator: Any, function: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     if func is not operator:
         return _bound(func, args, kwargs)
@@ -145,13 +155,13 @@ def _channel_norm(
     c = _autocast("group_norm" if "num_groups" in given else "batch_norm", c)
     shares = c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1)
     count = c.numel() // shares if c.numel() > 0 else 0
-    if is_computed and count == 1 and (norm is BATCH_NORM or groups == c.shape[1]):
+    if is_computed and count == 1 and not given.get("ranks") and (norm is BATCH_NORM or groups == c.shape[1]):
         raise InputError(f"{called}: expected more than 1 value per channel when training, got input {tuple(c.shape)}")
     eps = float(given["eps"])
     if is_computed:
         is_averaged = mean is not None and variance is not None
         name = TRACKED_NORM.name if is_averaged and norm is GROUP_NORM else norm.name
-        output = normalize(c, 1, name, eps, groups)
+        output = normalize(c, 1, name, eps, groups, given.get("ranks", ""))
         if is_averaged:
             if momentum is None:
                 raise refuse(f"{called} with momentum=None", "it depends on how often it was called", "give a momentum")
@@ -159,7 +169,7 @@ def _channel_norm(
     else:
         if mean is None or variance is None:
             raise InputError(f"{called}: evaluation needs running_mean and running_var, but one is None")
-        output = normalize(c, 1, FIXED_NORM.name, eps, 0)
+        output = normalize(c, 1, FIXED_NORM.name, eps, 0, "")
         output = (output - _along_channels(mean, c)) * torch.rsqrt(_along_channels(variance, c) + eps)
     if given.get("weight") is not None:
         output = output * _along_channels(given["weight"], c)

@@ -81,13 +81,15 @@ Recorded = Source | Result | Literal
 
 @dataclass(frozen=True)
 class NormCall:
-    """The one norm: what it normalizes, over how many dimensions, in how many groups of channels."""
+    """The one norm: what it normalizes, over how many dimensions, in how many groups of channels, and the name of the
+    process group whose ranks share its rows, if any."""
 
     norm: str
     c: Recorded
     col_dims: int
     eps: float
     groups: int
+    ranks: str
     line: str
 
 
@@ -121,14 +123,14 @@ def refuse(what: str, why: str, instead: str) -> FusionError:
 
 
 _library = torch.library.Library("warpnorm", "FRAGMENT")
-_library.define("normalize(Tensor c, int col_dims, str norm, float eps, int groups) -> Tensor")
+_library.define("normalize(Tensor c, int col_dims, str norm, float eps, int groups, str ranks) -> Tensor")
 _library.define("average(Tensor running_mean, Tensor running_var, float momentum) -> Tensor")
 _library.define("relabel(Tensor x, ScalarType dtype) -> Tensor")
 _library.define("dropout(Tensor x, float p) -> Tensor")
 
 
 @torch.library.register_fake("warpnorm::normalize", lib=_library)
-def _(c: torch.Tensor, col_dims: int, norm: str, eps: float, groups: int) -> torch.Tensor:
+def _(c: torch.Tensor, col_dims: int, norm: str, eps: float, groups: int, ranks: str) -> torch.Tensor:
     return torch.empty_like(c)
 
 
@@ -305,10 +307,10 @@ class Recorder(TorchDispatchMode):
         return tuple(self._argument(part) for part in arg) if isinstance(arg, list | tuple) else arg
 
     def _normalized(self, args: Sequence[Any], result: torch.Tensor) -> Result:
-        c, col_dims, norm, eps, groups = args
+        c, col_dims, norm, eps, groups, ranks = args
         if self.norm is not None:
             raise refuse(f"a second norm, {norm}", f"the first is at {self.norm.line}", "fuse each one by itself")
-        self.norm = NormCall(norm, self.value_of(c), col_dims, eps, groups, user_line())
+        self.norm = NormCall(norm, self.value_of(c), col_dims, eps, groups, ranks, user_line())
         return Result("warpnorm.normalize.default", (self.norm.c,), (), result, user_line(), True)
 
     def _averaged(self, args: Sequence[Any]) -> Recorded:

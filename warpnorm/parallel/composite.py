@@ -1,0 +1,120 @@
+"""A norm whose rows lie on several ranks, in PyTorch's operators. `definition` can be differentiated any number of times,
+with collectives of its own; `Normalized` has one collective forward and one backward, and compilers see through it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from warpnorm import reference
+from warpnorm.norms import CHANNEL, Norm
+from warpnorm.parallel import exchange
+from warpnorm.problem import Call
+
+
+def composite(call: Call, operands: Any, group: Any) -> tuple[tuple[torch.Tensor, ...], exchange.Merged]:
+    """The outputs of a call, and the statistics of its rows."""
+    c, wide = reference.before(call, operands)
+    xhat, *merged = Normalized.apply(c, call.norm, columns(call, c), call.eps, group)
+    outputs = _after(call, xhat, c, wide)
+    return outputs, exchange.Merged(*(merged if call.norm.is_centered else (None, *merged)))
+
+
+def differentiable(call: Call, operands: Any, group: Any) -> tuple[torch.Tensor, ...]:
+    """The outputs by `definition`."""
+    c, wide = reference.before(call, operands)
+    return _after(call, definition(c, call.norm, columns(call, c), call.eps, group), c, wide)
+
+
+def _after(call: Call, xhat: torch.Tensor, c: torch.Tensor, wide: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(result.to(dtype) for result, dtype in zip(call.epilogue(xhat, c, *wide), call.outputs, strict=True))
+
+
+def columns(call: Call, c: torch.Tensor) -> tuple[int, ...]:
+    """The dimensions of a row."""
+    return (0, *range(2, c.ndim)) if call.norm.rows == CHANNEL else tuple(range(c.ndim - call.col_dims, c.ndim))
+
+
+def count_of(c: torch.Tensor, dims: tuple[int, ...]) -> int:
+    count = 1
+    for dim in dims:
+        count *= c.shape[dim]
+    return count
+
+
+class Normalized(torch.autograd.Function):
+    """(c, norm, dims, eps, group) -> (xhat, mean unless the norm is not centred, variance, count)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, c: torch.Tensor, norm: Norm, dims: tuple[int, ...], eps: float, group: Any
+    ) -> tuple[torch.Tensor, ...]:
+        count = count_of(c, dims)
+        mean, variance = _moments(c, norm, dims, count)
+        merged = exchange.merge_moments(count, None if mean is None else mean.reshape(-1), variance.reshape(-1), group)
+        shape = variance.shape
+        rstd = torch.rsqrt(merged.variance + eps).to(c.dtype).view(shape)
+        parts = () if merged.mean is None else exchange.in_two(merged.mean, c.dtype)
+        means = tuple(part.view(shape) for part in parts)
+        ctx.norm, ctx.dims, ctx.eps, ctx.group = norm, dims, eps, group
+        ctx.save_for_backward(c, rstd, merged.total, *means)
+        statistics = [tensor for tensor in merged if tensor is not None]
+        ctx.mark_non_differentiable(*statistics)
+        return _deviation(c, means) * rstd, *statistics
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad, (c, rstd, count, *means) = grads[0], ctx.saved_tensors
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            with torch.enable_grad():
+                alias = c.view_as(c) if c.requires_grad else c.detach().requires_grad_()
+                xhat = definition(alias, ctx.norm, ctx.dims, ctx.eps, ctx.group)
+                (gradient,) = torch.autograd.grad(xhat, alias, grad, create_graph=True)
+            return gradient, None, None, None, None
+        xhat = _deviation(c, means) * rstd
+        sums = [(grad * xhat).sum(ctx.dims, keepdim=True)]
+        if means:
+            sums.append(grad.sum(ctx.dims, keepdim=True))
+        of_grad = [(total / count.clamp(min=1.0)).to(c.dtype) for total in exchange.add_up(sums, ctx.group)]
+        grad = grad - xhat * of_grad[0]
+        return (grad - of_grad[1] if means else grad) * rstd, None, None, None, None
+
+
+def definition(c: torch.Tensor, norm: Norm, dims: tuple[int, ...], eps: float, group: Any) -> torch.Tensor:
+    """xhat as it is defined."""
+    count = Summed.apply(c.new_full((1,), count_of(c, dims), dtype=torch.float64), group).clamp(min=1.0).to(c.dtype)
+    deviation = c - Summed.apply(c.sum(dims, keepdim=True), group) / count if norm.is_centered else c
+    variance = Summed.apply(deviation.square().sum(dims, keepdim=True), group) / count
+    return deviation * torch.rsqrt(variance + eps)
+
+
+class Summed(torch.autograd.Function):
+    """The sum over all ranks. A gradient is that of what all ranks compute, so it is summed in the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
+        ctx.group = group
+        return exchange.add_up([part], group)[0].to(part.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return Summed.apply(grads[0], ctx.group), None
+
+
+def _deviation(c: torch.Tensor, means: Sequence[torch.Tensor]) -> torch.Tensor:
+    for part in means:
+        c = c - part
+    return c
+
+
+def _moments(
+    c: torch.Tensor, norm: Norm, dims: tuple[int, ...], count: int
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Mean, if it is asked for, and variance of what is here; zeros of nothing."""
+    if count == 0:
+        zeros = c.sum(dims, keepdim=True)
+        return (zeros if norm.is_centered else None), zeros
+    if not norm.is_centered:
+        return None, c.square().mean(dims, keepdim=True)
+    variance, mean = torch.var_mean(c, dims, correction=0, keepdim=True)
+    return mean, variance

@@ -1,0 +1,128 @@
+"""What ranks tell each other of a norm: forward the count, mean and variance of their part of every row, backward two sums
+of every row. All gather all parts and merge them in the order of ranks, in float64: all hold the same bits."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from warpnorm.errors import InputError
+
+LARGEST_EXACT = 1 << 24  # integers below it are float32s: a larger count is sent as two numbers
+HEADER = 3  # numbers before the statistics: the count, and how many rows there are
+
+
+class Merged(NamedTuple):
+    """Of all ranks: mean and biased variance of each row, float64, and the number of values in a row; no mean where the
+    norm is not centred."""
+
+    mean: torch.Tensor | None
+    variance: torch.Tensor
+    total: torch.Tensor
+
+
+def world_size(group: Any) -> int:
+    """How many ranks share a row; one where nothing was initialized, as in a program that was started alone."""
+    if not dist.is_available() or not dist.is_initialized():
+        return 1
+    size = dist.get_world_size(group)
+    if size < 1:
+        raise InputError(f"this process, rank {dist.get_rank()}, does not belong to the process group that was given")
+    return size
+
+
+def initialized() -> Any:
+    """What decides whether there are ranks at all: the process group of all of them, or nothing."""
+    return dist.group.WORLD if dist.is_available() else None
+
+
+def rank_in(group: Any) -> int:
+    return dist.get_rank(group) if world_size(group) > 1 else 0
+
+
+def name_of(group: Any) -> str:
+    """Of a process group whose ranks have something to tell each other; empty where there is one rank."""
+    if world_size(group) == 1:
+        return ""
+    return str((initialized() if group is None else group).group_name)
+
+
+def group_of(name: str) -> Any:
+    found: Any = dist.distributed_c10d._resolve_process_group
+    return found(name)
+
+
+def merge_moments(count: int, mean: torch.Tensor | None, variance: torch.Tensor, group: Any) -> Merged:
+    """`mean` and `variance` are of `count` values in each row here; zeros where there are none. One collective."""
+    rows = variance.numel()
+    numbers = (count // LARGEST_EXACT, count % LARGEST_EXACT, rows % LARGEST_EXACT)
+    header = [variance.new_full((1,), number) for number in numbers]
+    parts = [variance] if mean is None else [mean, variance]
+    gathered = gather(torch.cat([*header, *parts]), group).double()
+    _check_rows(gathered[:, HEADER - 1], numbers[-1])
+    counts = gathered[:, 0] * LARGEST_EXACT + gathered[:, 1]
+    total = in_order(counts)
+    share = (counts / total.clamp(min=1.0))[:, None]
+    variances = gathered[:, -rows:] if rows else gathered[:, :0]
+    if mean is None:
+        return Merged(None, in_order(share * variances), total)
+    means = gathered[:, HEADER : HEADER + rows]
+    merged = in_order(share * means)
+    return Merged(merged, in_order(share * (variances + (means - merged).square())), total)
+
+
+def in_two(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a dtype holds of a float64, and what it does not."""
+    first = mean.to(dtype)
+    return first, (mean - first.double()).to(dtype)
+
+
+def add_up(parts: list[torch.Tensor], group: Any) -> list[torch.Tensor]:
+    """The sums of these, each in float64, over all ranks. One collective."""
+    gathered = gather(torch.cat([part.reshape(-1) for part in parts]), group).double()
+    total = in_order(gathered).split([part.numel() for part in parts])
+    return [whole.view(part.shape) for whole, part in zip(total, parts, strict=True)]
+
+
+def gather(message: torch.Tensor, group: Any) -> torch.Tensor:
+    """(ranks, numbers) of equally long messages, the same on all ranks."""
+    group = initialized() if group is None else group
+    if torch.compiler.is_compiling():
+        return _traced(message, group)
+    device = message.device
+    if message.is_cuda and dist.get_backend(group) == "gloo":
+        message = message.cpu()
+    gathered = message.new_empty(dist.get_world_size(group) * message.shape[0])
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # up to PyTorch 2.12
+    all_gather(gathered, message, group=group)
+    return gathered.view(-1, message.shape[0]).to(device)
+
+
+def _traced(message: torch.Tensor, group: Any) -> torch.Tensor:
+    """The same by an operator that compilers know. To import it takes two seconds: it brings PyTorch's compiler."""
+    from torch.distributed import _functional_collectives as collectives
+
+    all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+    return all_gather(message, 0, group).view(-1, message.shape[0])
+
+
+def in_order(parts: torch.Tensor) -> torch.Tensor:
+    """The sum over the first dimension, neighbours first, by additions of whole tensors: the same bits on any device."""
+    while parts.shape[0] > 1:
+        pairs = parts.shape[0] // 2 * 2
+        parts = torch.cat([parts[0:pairs:2] + parts[1:pairs:2], parts[pairs:]])
+    return parts[0]
+
+
+def _check_rows(theirs: torch.Tensor, own: int) -> None:
+    """What differs in length is not gathered as it was sent, but its header tells. A GPU is not waited for: it stops."""
+    if torch.compiler.is_compiling():
+        return
+    if theirs.is_cuda:
+        torch._assert_async((theirs == own).all(), "ranks that share a norm have different numbers of rows or channels")
+    elif not bool((theirs == own).all()):
+        found = ", ".join(f"{rows:g}" for rows in theirs.tolist())
+        raise InputError(
+            f"ranks that share a norm must have the same number of rows or channels, but there are {own} here, and the "
+            f"ranks sent {found}"
+        )

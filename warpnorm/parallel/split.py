@@ -1,0 +1,214 @@
+"""A call whose rows lie on several ranks, by the kernels: the statistics of what lies here, one exchange, and the results by
+the statistics of all; backward the sums of what lies here, one exchange, and the gradients. Prologue and epilogue are those
+of the call, whatever is fused into them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import torch
+
+from warpnorm import pipeline
+from warpnorm.launch.autograd import as_input, is_differentiated
+from warpnorm.norms import CHANNEL, FIXED_NORM, RMS_NORM
+from warpnorm.parallel import composite, exchange
+from warpnorm.problem import Call, Epilogue, Prologue, View, compute_dtype
+from warpnorm.space import Gradients, shape_of
+from warpnorm.trace import capture
+
+Operands = Sequence[torch.Tensor | float]
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """The epilogue of a call that is made for its statistics."""
+
+    def __call__(self, *values: Any) -> tuple[torch.Tensor, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A prologue, of the user's operands: the last ones are not."""
+
+    prologue: Prologue
+    count: int
+
+    def __call__(self, *operands: Any) -> torch.Tensor:
+        return self.prologue(*operands[: self.count])
+
+
+@dataclass(frozen=True)
+class Given:
+    """An epilogue, of xhat by a mean, in two parts, and an rstd that are the last operands. `is_c_first`: the norm that
+    carries it computes nothing, and has c in the place of xhat."""
+
+    epilogue: Epilogue
+    is_centered: bool
+    is_c_first: bool
+
+    def __call__(self, *values: Any) -> tuple[torch.Tensor, ...]:
+        c, operands, deviation, rstd = self.taken_apart(values, 1)
+        return self.epilogue(deviation * rstd, c, *operands)
+
+    def taken_apart(self, values: Sequence[Any], more: int) -> tuple[Any, ...]:
+        """c, the user's operands, the deviation from the mean, and what follows it, rstd first."""
+        c, operands, last = values[0 if self.is_c_first else 1], values[2:-more], values[-more:]
+        if not self.is_centered:
+            return c, operands, c, *last
+        return c, operands[:-2], (c - operands[-2]) - operands[-1], *last
+
+
+@dataclass(frozen=True)
+class Returned(Given):
+    """The same, and one more output whose derivative by c is `offset + slope * (c - mean)`: what reaches c by way of the
+    statistics. Never run forward."""
+
+    def __call__(self, *values: Any) -> tuple[torch.Tensor, ...]:
+        c, operands, deviation, rstd, *offset, slope = self.taken_apart(values, 3 if self.is_centered else 2)
+        statistics = slope * 0.5 * deviation.square()
+        for term in offset:
+            statistics = statistics + term * c
+        return *self.epilogue(deviation * rstd, c, *operands), statistics
+
+
+def normalize(
+    call: Call, operands: Operands, group: Any, takes_kernels: bool
+) -> tuple[tuple[torch.Tensor, ...], exchange.Merged]:
+    """The outputs, differentiable, and the statistics of whole rows. One collective, and one backward."""
+    if not takes_kernels:
+        return composite.composite(call, operands, group)
+    results = SplitNormalization.apply(call, group, *operands)
+    outputs, merged = results[: len(call.outputs)], results[len(call.outputs) :]
+    return outputs, exchange.Merged(*(merged if call.norm.is_centered else (None, *merged)))
+
+
+class SplitNormalization(torch.autograd.Function):
+    """(call, group, *operands) -> (*outputs, mean unless the norm is not centred, variance, count)."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, group: Any, *operands: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
+        merged = exchange.merge_moments(*local_moments(call, operands), group)
+        statistics = applied_statistics(call, operands, merged)
+        dims = len(shape_of([View.of(operand) for operand in operands]))
+        outputs, carried = pipeline.forward(applied(call, Given, dims), [*operands, *statistics])
+        ctx.call, ctx.group, ctx.count = call, group, len(operands)
+        ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
+        tensors = [o if isinstance(o, torch.Tensor) else None for o in operands]
+        ctx.kept = len(statistics), len(carried)
+        ctx.save_for_backward(*tensors, *statistics, *carried, merged.total)
+        moments = [tensor for tensor in merged if tensor is not None]
+        detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
+        ctx.mark_non_differentiable(*detached, *moments)
+        ctx.set_materialize_grads(False)
+        return *outputs, *moments
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        grad_outputs = grads[: len(ctx.call.outputs)]
+        if all(grad is None for grad in grad_outputs):
+            return (None,) * (2 + ctx.count)
+        saved = ctx.saved_tensors
+        operands = [n if t is None else t for t, n in zip(saved[: ctx.count], ctx.numbers, strict=True)]
+        wanted = tuple(i for i in range(ctx.count) if ctx.needs_input_grad[2 + i])
+        found: dict[int, Any]
+        if is_differentiated():
+            found = twice_differentiable(ctx.call, operands, grad_outputs, wanted, ctx.group)
+        else:
+            kept = ctx.count + ctx.kept[0]
+            statistics, carried, count = saved[ctx.count : kept], saved[kept:-1], saved[-1]
+            found = gradients_of(ctx.call, operands, grad_outputs, (statistics, carried, count), wanted, ctx.group)
+        return (None, None, *(found.get(i) for i in range(ctx.count)))
+
+
+def local_moments(call: Call, operands: Operands) -> tuple[int, torch.Tensor | None, torch.Tensor]:
+    """The count, mean and variance of every row here."""
+    shape = shape_of([View.of(operand) for operand in operands])
+    rows = shape[1] if call.norm.rows == CHANNEL else prod(shape[: len(shape) - call.col_dims])
+    _, found = pipeline.forward(replace(call, eps=0.0, epilogue=Nothing(), outputs=(), detached=()), operands)
+    named = dict(zip(call.norm.statistics, found, strict=True))
+    variance = named["variance"] if call.norm.keeps_variance else named["rstd"].double().pow(-2).to(found[0].dtype)
+    return prod(shape) // rows, named.get("mean"), variance
+
+
+def applied_statistics(call: Call, operands: Operands, merged: exchange.Merged) -> list[torch.Tensor]:
+    """The mean, if there is one, and rstd, as operands. A mean that is rounded once more would be off by more than one of a
+    single process: what is rounded away comes after it."""
+    shape = shape_of([View.of(operand) for operand in operands])
+    compute = compute_dtype([call.compute, *(View.of(o).dtype for o in operands)])
+    by_row = (-1, *[1] * (len(shape) - 2))
+    if call.norm.rows != CHANNEL:
+        by_row = (*shape[: len(shape) - call.col_dims], *[1] * call.col_dims)
+    mean = () if merged.mean is None else exchange.in_two(merged.mean, compute)
+    return [s.to(compute).view(by_row) for s in (*mean, torch.rsqrt(merged.variance + call.eps))]
+
+
+@lru_cache(maxsize=1024)
+def applied(call: Call, kind: type[Given], dims: int) -> Call:
+    """The call by given statistics, on operands that have `dims` dimensions together. A norm over rows is carried by one
+    whose own statistic nobody reads: the row is at hand when it is made."""
+    is_by_channel = call.norm.rows == CHANNEL
+    row_dims = dims - call.col_dims
+    mask = tuple(dim == 1 if is_by_channel else dim < row_dims for dim in range(dims))
+    more = (3 if call.norm.is_centered else 1) + (1 + call.norm.is_centered) * (kind is Returned)
+    return replace(
+        call,
+        norm=FIXED_NORM if is_by_channel else RMS_NORM,
+        prologue=Alone(call.prologue, len(call.axes)),
+        epilogue=kind(call.epilogue, call.norm.is_centered, is_by_channel),
+        axes=(*call.axes, *[mask] * more),
+        outputs=(*call.outputs, call.compute) if kind is Returned else call.outputs,
+    )
+
+
+def gradients_of(
+    call: Call,
+    operands: Operands,
+    grad_outputs: Sequence[torch.Tensor | None],
+    kept: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor],
+    wanted: tuple[int, ...],
+    group: Any,
+) -> dict[int, torch.Tensor]:
+    """Those that do not depend on other ranks beside the sums that others need, then the rest. `kept` are the statistics by
+    which forward went, what its carrier kept, and how many values a row has."""
+    statistics, carried, count = kept
+    views = [View.of(operand) for operand in operands]
+    shape = shape_of(views)
+    given = tuple(i for i, grad in enumerate(grad_outputs) if grad is not None)
+    graphs = capture.forward_graphs(call.prologue, call.epilogue, *pipeline.inside(call, views))
+    through_c = Gradients.of(graphs, given, wanted).of_prologue
+    first = tuple(i for i in wanted if i not in through_c)
+    summed = [len(operands) + k for k in ((0, 2) if call.norm.is_centered else (0,))]  # mean and rstd
+    if through_c:
+        first += tuple(summed)
+    of_given = [*operands, *statistics]
+    found = pipeline.backward(applied(call, Given, len(shape)), of_given, grad_outputs, carried, first) if first else {}
+    if not through_c:
+        return found
+    own = [found.pop(i, torch.zeros_like(statistics[0])) for i in summed]
+    sums = exchange.add_up(own, group)
+    rstd = statistics[-1]
+    slope = -sums[-1] * rstd.double().pow(3) / count.clamp(min=1.0)
+    terms = [sums[0] / count.clamp(min=1.0), slope] if call.norm.is_centered else [slope]
+    last_call = applied(call, Returned, len(shape))
+    one = torch.ones((), dtype=call.compute, device=rstd.device).expand(shape)
+    terms = [term.to(rstd.dtype) for term in terms]
+    rest = pipeline.backward(last_call, [*of_given, *terms], [*grad_outputs, one], carried, through_c)
+    return found | rest
+
+
+def twice_differentiable(
+    call: Call, operands: Operands, grad_outputs: Sequence[torch.Tensor | None], wanted: tuple[int, ...], group: Any
+) -> dict[int, torch.Tensor | None]:
+    """The gradients by PyTorch's operators, with a history."""
+    with torch.enable_grad():
+        inputs: list[Any] = [as_input(o) if isinstance(o, torch.Tensor) else o for o in operands]
+        outputs = composite.differentiable(call, inputs, group)
+        given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
+        gradients = torch.autograd.grad(
+            [o for o, _ in given], [inputs[i] for i in wanted], [g for _, g in given], create_graph=True,
+            allow_unused=True,
+        )  # fmt: skip
+    return dict(zip(wanted, gradients, strict=True))

@@ -15,13 +15,18 @@ import torch.distributed as dist
 
 Check = Callable[[int, int], None]  # of a rank and the number of ranks
 TIMEOUT = 30  # seconds that a collective may take
+# Imported once, by the server that ranks are forked from: PyTorch's compiler alone takes each of them seconds
+PRELOADED = [
+    "pytest", "accuracy", "warpnorm", "torch.distributed.tensor.parallel", "torch.distributed.fsdp", "torch._dynamo",
+    "torch._functorch.aot_autograd", "torch.distributed._functional_collectives",
+]  # fmt: skip
 SILENT = "did not come to an end"
 
 
 def run(checks: Sequence[Check], ranks: int, folder: Path, timeout: float = TIMEOUT) -> dict[str, str]:
     """What went wrong in each check, on any rank; nothing where a check passed on all."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.tensor", "warpnorm"])
+    context.set_forkserver_preload(PRELOADED)
     names = [(check.__module__, check.__name__) for check in checks]
     processes = [context.Process(target=_main, args=(rank, ranks, folder, names, timeout)) for rank in range(ranks)]
     for process in processes:

@@ -50,6 +50,7 @@ CASES = [
     Case("bfloat16", LARGE, (3, 5, 4, 2), "statistics are float32", torch.bfloat16, "native"),
     Case("float64", LARGE, (3, 5, 4, 2), "all of it in float64", torch.float64, "native"),
     Case("shifted", LARGE, (3, 5, 4, 2), "squares would cancel", route="native", shift=1e4),
+    Case("mixed", LARGE, (3, 5, 4, 2), "native code on some ranks, PyTorch's operators on others", route="mixed"),
     Case("no_affine", (5, 4), (2, 3, 1, 5), "xhat itself", has_affine=False),
 ]
 
@@ -123,6 +124,9 @@ def check_parity(case: Case, rank: int, world: int) -> None:
         if case.dtype == torch.float64:  # which the truth is, too
             torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-12)
             continue
+        if name.startswith("running"):  # means of parts are float32: of a shifted input their distances lose some bits
+            torch.testing.assert_close(ours.double(), true, rtol=2e-6, atol=1e-7)
+            continue
         cols = rows(true).shape[1]
         of_truth = widen(rows(true), cols)
         ours_error, theirs_error = error_of(rows(ours), of_truth), error_of(rows(theirs), of_truth)
@@ -137,7 +141,8 @@ def check_parity(case: Case, rank: int, world: int) -> None:
 def parity(rank: int, world: int) -> None:
     for case in CASES:
         try:
-            with settings.override(route=case.route):
+            route = ("native", "reference")[rank % 2] if case.route == "mixed" else case.route
+            with settings.override(route=route):
                 check_parity(case, rank, world)
         except Exception as error:
             raise AssertionError(f"{case.name} ({case.why})") from error
@@ -332,17 +337,19 @@ def data_parallel(rank: int, world: int) -> None:
     torch.testing.assert_close(model.module.weight.grad * world, alone.weight.grad)
 
 
-CHECKS = (parity, training, collectives, fused, own_function, groups, one_value, twice, compiled, data_parallel)
+CHECKS = (parity, training, collectives, fused, own_function, groups, one_value, twice, data_parallel, compiled)
 
 
 @pytest.fixture(scope="module", params=WORLDS)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ranks.run(CHECKS, request.param, tmp_path_factory.mktemp("ranks"))
+    checks = CHECKS if request.param == 2 else CHECKS[:-1]  # what is compiled does not depend on how many there are
+    return ranks.run(checks, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_ranks(told: dict[str, str], check: ranks.Check) -> None:
-    assert not told[check.__name__], told[check.__name__]
+    if check.__name__ in told:
+        assert not told[check.__name__], told[check.__name__]
 
 
 def test_alone_it_is_batch_norm() -> None:

@@ -9,7 +9,8 @@ shards.py      the functions of `warpnorm` on DTensors, run on what lies here
 """
 
 from warpnorm.parallel import shards
+from warpnorm.parallel.exchange import tally
 from warpnorm.parallel.functional import batch_norm, layer_norm, rms_norm
 from warpnorm.parallel.modules import LayerNorm, RMSNorm
 
-__all__ = ["LayerNorm", "RMSNorm", "batch_norm", "layer_norm", "rms_norm", "shards"]
+__all__ = ["LayerNorm", "RMSNorm", "batch_norm", "layer_norm", "rms_norm", "shards", "tally"]

@@ -71,13 +71,13 @@ class Normalized(torch.autograd.Function):
                 xhat = definition(alias, ctx.norm, ctx.dims, ctx.eps, ctx.group)
                 (gradient,) = torch.autograd.grad(xhat, alias, grad, create_graph=True)
             return gradient, None, None, None, None
-        xhat = _deviation(c, means) * rstd
-        sums = [(grad * xhat).sum(ctx.dims, keepdim=True)]
+        deviation = _deviation(c, means)
+        sums = [(grad * deviation).sum(ctx.dims, keepdim=True)]
         if means:
-            sums.append(grad.sum(ctx.dims, keepdim=True))
-        of_grad = [(total / count.clamp(min=1.0)).to(c.dtype) for total in exchange.add_up(sums, ctx.group)]
-        grad = grad - xhat * of_grad[0]
-        return (grad - of_grad[1] if means else grad) * rstd, None, None, None, None
+            sums.insert(0, -rstd * grad.sum(ctx.dims, keepdim=True))
+        terms = exchange.gradient_terms(sums, rstd, count, ctx.group)
+        grad = grad * rstd + terms[-1] * deviation
+        return (grad + terms[0] if means else grad), None, None, None, None
 
 
 def definition(c: torch.Tensor, norm: Norm, dims: tuple[int, ...], eps: float, group: Any) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _moments(
     c: torch.Tensor, norm: Norm, dims: tuple[int, ...], count: int
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Mean, if it is asked for, and variance of what is here; zeros of nothing."""
-    if count == 0:
+    if count == 0 or c.numel() == 0:
         zeros = c.sum(dims, keepdim=True)
         return (zeros if norm.is_centered else None), zeros
     if not norm.is_centered:

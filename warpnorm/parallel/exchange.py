@@ -1,6 +1,9 @@
 """What ranks tell each other of a norm: forward the count, mean and variance of their part of every row, backward two sums
 of every row. All gather all parts and merge them in the order of ranks, in float64: all hold the same bits."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +13,28 @@ from warpnorm.errors import InputError
 
 LARGEST_EXACT = 1 << 24  # integers below it are float32s: a larger count is sent as two numbers
 HEADER = 3  # numbers before the statistics: the count, and how many rows there are
+
+
+@dataclass(eq=False)
+class Tally:
+    """What this rank sent: messages, and their bytes."""
+
+    messages: int = 0
+    bytes: int = 0
+
+
+_tallies: list[Tally] = []
+
+
+@contextmanager
+def tally() -> Iterator[Tally]:
+    """Counts what norms tell other ranks inside a `with` block; what a compiler runs is not seen."""
+    counted = Tally()
+    _tallies.append(counted)
+    try:
+        yield counted
+    finally:
+        _tallies.remove(counted)
 
 
 class Merged(NamedTuple):
@@ -77,6 +102,16 @@ def in_two(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
     return first, (mean - first.double()).to(dtype)
 
 
+def gradient_terms(sums: list[torch.Tensor], rstd: torch.Tensor, count: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """What c gets by way of its statistics: an offset, unless the norm is not centred, and a slope along its deviation. `sums`
+    are the gradients of mean, if there is one, and rstd here. All ranks send the same, whichever way they compute. One
+    collective; see docs/scaling.md for the derivation."""
+    *of_mean, of_rstd = add_up(sums, group)
+    count = count.clamp(min=1.0)
+    slope = -of_rstd * rstd.double().pow(3) / count
+    return [term.to(rstd.dtype) for term in (*(total / count for total in of_mean), slope)]
+
+
 def add_up(parts: list[torch.Tensor], group: Any) -> list[torch.Tensor]:
     """The sums of these, each in float64, over all ranks. One collective."""
     gathered = gather(torch.cat([part.reshape(-1) for part in parts]), group).double()
@@ -89,13 +124,15 @@ def gather(message: torch.Tensor, group: Any) -> torch.Tensor:
     group = initialized() if group is None else group
     if torch.compiler.is_compiling():
         return _traced(message, group)
-    device = message.device
+    device, ranks = message.device, dist.get_world_size(group)
     if message.is_cuda and dist.get_backend(group) == "gloo":
         message = message.cpu()
-    gathered = message.new_empty(dist.get_world_size(group) * message.shape[0])
+    for counted in _tallies:
+        counted.messages, counted.bytes = counted.messages + 1, counted.bytes + message.nbytes
+    gathered = message.new_empty(ranks * message.shape[0])
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # up to PyTorch 2.12
     all_gather(gathered, message, group=group)
-    return gathered.view(-1, message.shape[0]).to(device)
+    return gathered.view(ranks, -1).to(device) if message.numel() else gathered.view(ranks, 0).to(device)
 
 
 def _traced(message: torch.Tensor, group: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ class _Shared(torch.nn.Module):
     def from_whole(cls, norm: Any, group: Any = None) -> Any:
         """This rank's part of a norm that has all weights, which are copied."""
         weight, bias = norm.weight, getattr(norm, "bias", None)
-        has_bias = {} if cls.__bases__[1] is torch.nn.RMSNorm else {"bias": bias is not None}
+        has_bias = {} if issubclass(cls, torch.nn.RMSNorm) else {"bias": bias is not None}
         kind = {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
         made = cls(norm.normalized_shape[0], norm.eps, weight is not None, group=group, **has_bias, **kind)
         part = slice(*part_of(made.whole, group))

@@ -188,13 +188,10 @@ def gradients_of(
     if not through_c:
         return found
     own = [found.pop(i, torch.zeros_like(statistics[0])) for i in summed]
-    sums = exchange.add_up(own, group)
     rstd = statistics[-1]
-    slope = -sums[-1] * rstd.double().pow(3) / count.clamp(min=1.0)
-    terms = [sums[0] / count.clamp(min=1.0), slope] if call.norm.is_centered else [slope]
+    terms = exchange.gradient_terms(own, rstd, count, group)
     last_call = applied(call, Returned, len(shape))
     one = torch.ones((), dtype=call.compute, device=rstd.device).expand(shape)
-    terms = [term.to(rstd.dtype) for term in terms]
     rest = pipeline.backward(last_call, [*of_given, *terms], [*grad_outputs, one], carried, through_c)
     return found | rest
 

@@ -15,7 +15,8 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ("gpt", "resnet")  # longer ones, of which `training.py` is a part
-EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in (*TRAINING, "training"))
+LONGER = (*TRAINING, "training", "distributed")
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem not in LONGER)
 LONGEST_EXAMPLE = 60  # lines
 every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 
@@ -29,11 +30,12 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def run(path: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def run(path: Path, *arguments: str, ranks: int = 0) -> "subprocess.CompletedProcess[str]":
     unset = ("WARPNORM_ROUTE", "TRITON_INTERPRET")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
     environment |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, path, *arguments]
+    by_ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)) if ranks else ()
+    command = [sys.executable, *by_ranks, str(path), *arguments]
     return subprocess.run(command, env=environment, cwd=ROOT.parent, capture_output=True, text=True, check=False)
 
 
@@ -92,3 +94,13 @@ def test_training_refuses(name: str) -> None:
     ran = run(ROOT / "examples" / f"{name}.py", "--steps", "2")
     assert ran.returncode == 2
     assert "at least 4" in ran.stderr
+
+
+def test_distributed() -> None:
+    """Two ranks train what one process trains, and say what they sent: 7 norms each way, then 5."""
+    ran = run(ROOT / "examples" / "distributed.py", "--steps", "4", ranks=2)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    differences = [float(found) for found in re.findall(r"largest difference to one process: (\S+)", ran.stdout)]
+    assert len(differences) == 2
+    assert max(differences) < 1e-3
+    assert re.findall(r"norms sent (\d+) messages", ran.stdout) == ["14", "10"]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import ranks
 import warpnorm
-from accuracy import assert_accurate, error_of, exact
+from accuracy import assert_accurate, error_of, exact, widen
 from warpnorm import parallel, settings
 from warpnorm.errors import InputError
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
@@ -77,9 +77,8 @@ def check_parity(case: Case, norm: Norm, rank: int, world: int) -> None:
         dtype = case.dtype if name in ("output", "grad_input") else kind
         torchs = torchs.to(dtype)
         if case.route == "auto":  # so few columns that errors are chance
-            assert np.abs(widen(whole(mine, sizes), cols) - true).max(initial=0) <= 2e-6 * np.abs(true).max(
-                initial=0
-            ), name
+            error, largest = np.abs(widen(whole(mine, sizes), cols) - true), np.abs(true)
+            assert error.max(initial=0) <= 2e-6 * largest.max(initial=0), name
             continue
         found = error_of(whole(mine, sizes), true)
         assert_accurate(f"{norm.name} {case.name} {name}", found, error_of(torchs, true), dtype)

@@ -103,9 +103,9 @@ def in_two(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.
 
 
 def gradient_terms(sums: list[torch.Tensor], rstd: torch.Tensor, count: torch.Tensor, group: Any) -> list[torch.Tensor]:
-    """What c gets by way of its statistics: an offset, unless the norm is not centred, and a slope along its deviation. `sums`
-    are the gradients of mean, if there is one, and rstd here. All ranks send the same, whichever way they compute. One
-    collective; see docs/scaling.md for the derivation."""
+    """What c gets by way of its statistics: an offset, unless the norm is not centred, and a slope along its deviation.
+    `sums` are the gradients of mean, if there is one, and rstd here. All ranks send the same, whichever way they compute.
+    One collective; docs/scaling.md has the derivation."""
     *of_mean, of_rstd = add_up(sums, group)
     count = count.clamp(min=1.0)
     slope = -of_rstd * rstd.double().pow(3) / count

@@ -165,6 +165,11 @@ def _explanation(
     if route == NATIVE and is_here:  # not where a GPU was asked for
         forward = replace(forward, native=pipeline.native_text(problem))
         backward = backward and replace(backward, native=pipeline.native_text(backward.problem))
+    if prepared.captured.ranks:
+        route += (
+            f", in three steps: ranks of the process group {prepared.captured.ranks} share its rows, so its statistics are "
+            "taken first and exchanged; what is below is of one process that has the rows"
+        )
     names = [*prepared.captured.names, *["seed", "offset"] * prepared.captured.draws]
     described = tuple(
         f"{name}: {'x'.join(map(str, view.shape)) or 'scalar'} {str(view.dtype).removeprefix('torch.')}, {operand.axes}"

@@ -320,7 +320,7 @@ LIES = [
     Lie("signature", fenced("python signature", "rms_norm(input, weight=None)"), check_signatures),
     Lie("default", fenced("python signature", "group_norm(input, num_groups, weight=None, bias=None, eps=1e-6, *,\n"
         "out=None, return_stats=False)"), check_signatures),
-    Lie("name", "call `warpnorm.nn.SyncBatchNorm`", check_names),
+    Lie("name", "call `warpnorm.nn.SwitchNorm`", check_names),
     Lie("torch_name", "as `torch.nn.functional.batch_normal`", check_names),
     Lie("command", "run `warpnorm measure`", check_commands),
     Lie("option", fenced("", "warpnorm explain layer_norm --colour"), check_commands),

@@ -177,7 +177,7 @@ def sequence_parallel(rank: int, world: int) -> None:
 
 
 def fully_sharded(rank: int, world: int) -> None:
-    """FSDP2: parameters are sharded between the steps, of fused modules too."""
+    """FSDP2: parameters are sharded between the steps."""
     from torch.distributed.fsdp import fully_shard
 
     theirs, ours = models()

@@ -222,6 +222,7 @@ def fused(rank: int, world: int) -> None:
             (y.square().sum() + h.pow(3).sum()).backward()
         for ours, theirs in zip(mine, whole, strict=True):
             torch.testing.assert_close(ours.grad.double(), theirs.grad[..., part], rtol=1e-4, atol=1e-4)
+        assert "in three steps: ranks of the process group" in str(warpnorm.explain(function, *mine))
         _, forward = ranks.collectives(lambda function=function, mine=mine: function(*mine))
         assert forward == 1
 

@@ -15,14 +15,17 @@ NC, NCHW, NHWC = "nc", "nchw", "nhwc"  # how an input by channel lies in memory
 EPS = 1e-5
 MOMENTUM = 0.1
 NUM_GROUPS = 32
+FLOAT8_SCALE = 0.0625
 
 
 @dataclass(frozen=True)
 class Workload:
-    """An ordinary PyTorch function of `full` tensors of the case's shape, then of `parameters`, vectors along
-    `parameter_dim`, then of `buffers`, more of them, which it updates and which have no gradient.
+    """An ordinary PyTorch function of `full` tensors of the case's shape, the last `samples` of which have one row for each
+    sample, then of `parameters`, vectors along `parameter_dim`, then of `buffers`, more of them, which it updates and which
+    have no gradient.
 
-    `forward_tensors` and `backward_tensors` are how many full-sized tensors must be moved at least. Slices along
+    `forward_tensors` and `backward_tensors` are how many full-sized tensors must be moved at least; 0 in backward is no
+    gradient at all. Slices along
     `part_dim` do not depend on each other, but for the gradients of what they share. Where it `keeps_precision`, vectors
     have the dtype of computation. `exact` is the function in primitive operators, for the truth in float64."""
 
@@ -30,13 +33,14 @@ class Workload:
     function: Callable[..., Any]
     full: int
     parameters: int
-    forward_tensors: int
-    backward_tensors: int
+    forward_tensors: float
+    backward_tensors: float
     parameter_dim: int = -1
     part_dim: int = 0
     buffers: int = 0
     keeps_precision: bool = False
     exact: Callable[..., Any] | None = None
+    samples: int = 0
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -69,6 +73,24 @@ def _gelu_rms_norm(x: torch.Tensor, bias: torch.Tensor, weight: torch.Tensor) ->
 
 def _gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, EPS) * F.silu(gate)
+
+
+def _ada_layer_norm(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(x, x.shape[-1:], None, None, EPS) * (1 + scale) + shift
+
+
+def _qk_norm(x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, cols = x.shape[-2] // 3, x.shape[-1:]
+    q = F.rms_norm(x[..., :heads, :], cols, q_weight, EPS)
+    return q, F.rms_norm(x[..., heads : 2 * heads, :], cols, k_weight, EPS)
+
+
+def _rms_norm_float8(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return _scaled_rms_norm(x, weight).to(torch.float8_e4m3fn)
+
+
+def _scaled_rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return (_rms_norm(x, weight) / FLOAT8_SCALE).clamp(-448.0, 448.0)
 
 
 def _batch_norm(
@@ -151,6 +173,10 @@ ADD_LAYER = Workload("add_layer_norm", _add_layer_norm, 2, 2, 4, 4)
 SWISH_LAYER = Workload("swish_layer_norm", _swish_layer_norm, 2, 2, 3, 5)
 GELU_RMS = Workload("gelu_rms_norm", _gelu_rms_norm, 1, 2, 2, 3)
 GATED_RMS = Workload("gated_rms_norm", _gated_rms_norm, 2, 1, 3, 5)
+ADA_LAYER = Workload("ada_layer_norm", _ada_layer_norm, 3, 0, 2, 3, samples=2)
+# Of queries, keys and values two thirds are read and written; backward writes the gradient of all
+QK = Workload("qk_norm", _qk_norm, 1, 2, 4 / 3, 7 / 3)
+RMS_FLOAT8 = Workload("rms_norm_float8", _rms_norm_float8, 1, 1, 1.5, 0, exact=_scaled_rms_norm)
 PLAIN = (RMS, LAYER)
 # Parameters and running statistics of BatchNorm are float32 beside half precision, as in mixed precision training
 BATCH = Workload(
@@ -189,7 +215,7 @@ class BenchCase:
         """Every input read once, every output written once; parameters and statistics are small beside them."""
         workload = self.workload
         tensors = workload.forward_tensors if self.direction == FORWARD else workload.backward_tensors
-        return tensors * prod(self.shape) * self.dtype.itemsize
+        return round(tensors * prod(self.shape) * self.dtype.itemsize)
 
 
 def _rows(elements: int, cols: int, dtype: torch.dtype) -> tuple[int, int]:
@@ -230,6 +256,15 @@ FUSED = (
 )
 
 
+MODULES = (
+    (ADA_LAYER, (128, 1024, 1024), "a diffusion transformer: a scale and a shift for each sample"),
+    (ADA_LAYER, (32, 1024, 4096), "a large one"),
+    (QK, (8192, 96, 128), "queries and keys, packed with values, of 32 heads each"),
+    (RMS_FLOAT8, (32768, 4096), "the input of a float8 product"),
+    (RMS_FLOAT8, (16384, 8192), "the same of a larger model"),
+)
+
+
 IMAGES = (
     ((64, 256, 56, 56), (NCHW, NHWC), "the first stage of ResNet-50"),
     ((256, 64, 112, 112), (NCHW, NHWC), "its stem: few channels, each of millions of values"),
@@ -263,7 +298,18 @@ def _row_cases(elements: int) -> tuple[BenchCase, ...]:
         for cols, why in WIDTHS
         if 1024 <= cols <= 16384
     )
-    return plain + fused
+    return plain + fused + _module_cases(ELEMENTS // elements, half)
+
+
+def _module_cases(divisor: int, *dtypes: torch.dtype) -> tuple[BenchCase, ...]:
+    """With fewer samples, or rows."""
+    return tuple(
+        BenchCase(workload, direction, (max(shape[0] // divisor, 1), *shape[1:]), dtype, why)
+        for direction in (FORWARD, BACKWARD)
+        for workload, shape, why in MODULES
+        for dtype in dtypes
+        if direction == FORWARD or workload.backward_tensors
+    )
 
 
 def _channel_cases(divisor: int) -> tuple[BenchCase, ...]:
@@ -306,6 +352,7 @@ def _smaller(shape: tuple[int, ...], divisor: int) -> tuple[int, ...]:
 
 LARGE = (4096, 4096), "far larger than any cache"
 SMALL = (((64, 1024), "a small batch"), ((8, 64), "nothing but the cost of a call"))
+CPU_MODULES = 8  # times fewer samples, or rows, than on a GPU
 CPU_IMAGES = (32, 64, 56, 56), "the second stage of a small ResNet"
 
 
@@ -324,7 +371,7 @@ def cpu_cases(is_quick: bool) -> tuple[BenchCase, ...]:
         for workload in PLAIN:
             for small, why_small in SMALL:
                 found.append(BenchCase(workload, direction, small, single, why_small))
-    return tuple(found)
+    return *found, *_module_cases(CPU_MODULES * divisor, single, half)
 
 
 def all_cases(device: str, is_quick: bool) -> tuple[BenchCase, ...]:

@@ -34,13 +34,18 @@ class Subject:
     def __init__(self, case: BenchCase, device: str) -> None:
         self.case = case
         workload = case.workload
-        self.full = [self._full(device) for _ in range(workload.full)]
+        self.full = [self._full(device) for _ in range(workload.full - workload.samples)]
+        of_samples = (case.shape[0], *[1] * (len(case.shape) - 2), case.shape[-1])
+        self.full += [_random(of_samples, case.dtype, device) for _ in range(workload.samples)]
         length = case.shape[workload.parameter_dim]
         dtype = compute_dtype([case.dtype]) if workload.keeps_precision else case.dtype
         self.parameters = [_random((length,), dtype, device) for _ in range(workload.parameters)]
         self.buffers = [_random((length,), dtype, device).abs() for _ in range(workload.buffers)]
-        outputs = 2 if workload.forward_tensors - workload.full > 1 else 1
-        self.grads = [self._full(device) for _ in range(outputs)]
+        self.grads = [self._laid_out(_random(shape, case.dtype, device)) for shape in self._output_shapes()]
+
+    def _output_shapes(self) -> list[torch.Size]:
+        bare = [tensor.to("meta") for tensor in (*self.full, *self.parameters, *self.buffers)]
+        return [output.shape for output in _several(self.case.workload.function(*bare))]
 
     def _full(self, device: str) -> torch.Tensor:
         return self._laid_out(_random(self.case.shape, self.case.dtype, device))

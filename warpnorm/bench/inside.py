@@ -20,7 +20,7 @@ WORKLOADS: dict[str, Workload] = {
     workload.name: workload
     for workload in (
         cases.LAYER, cases.RMS, cases.BATCH, cases.GROUP, cases.INSTANCE, cases.ADD_RMS, cases.ADD_LAYER,
-        cases.SWISH_LAYER, cases.GELU_RMS, cases.GATED_RMS, cases.GROUP_SILU, cases.ADD_BATCH_RELU,
+        cases.SWISH_LAYER, cases.GELU_RMS, cases.GATED_RMS, cases.ADA_LAYER, cases.GROUP_SILU, cases.ADD_BATCH_RELU,
     )
 }  # fmt: skip
 
@@ -33,6 +33,8 @@ def case(name: str, shape: tuple[int, ...], dtype: str, layout: str, backward: b
         raise ValueError(f"{name} needs a shape with channels, such as 8x64x56x56")
     if workload in (cases.GROUP, cases.GROUP_SILU) and shape[1] % cases.NUM_GROUPS:
         raise ValueError(f"{name} has {cases.NUM_GROUPS} groups here, which do not divide {shape[1]} channels")
+    if workload.samples and len(shape) < 3:
+        raise ValueError(f"{name} needs a shape with samples, such as 32x1024x4096")
     if layout == NHWC and len(shape) != 4:
         raise ValueError(f"channels last is for shapes such as 8x64x56x56, not {'x'.join(map(str, shape))}")
     of_full = next(key for key, value in DTYPE_NAMES.items() if value == dtype)
@@ -46,7 +48,11 @@ def explained(case: BenchCase, target: str | None, asm: bool) -> Explanation:
     of_vectors = compute_dtype([of_full]) if workload.keeps_precision else of_full
     memory = torch.channels_last if case.layout == NHWC else torch.contiguous_format
     try:
-        full = [torch.empty(shape, dtype=of_full, memory_format=memory) for _ in range(workload.full)]
+        full = [
+            torch.empty(shape, dtype=of_full, memory_format=memory) for _ in range(workload.full - workload.samples)
+        ]
+        of_samples = (shape[0], *[1] * (len(shape) - 2), shape[-1])
+        full += [torch.empty(of_samples, dtype=of_full) for _ in range(workload.samples)]
     except RuntimeError:
         raise ValueError(f"a tensor of {case.size} elements is larger than this machine can have") from None
     vectors = [torch.empty(shape[workload.parameter_dim], dtype=of_vectors) for _ in range(workload.parameters)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -17,9 +18,11 @@ from warpnorm.bench.cases import (
     LAYER,
     MOMENTUM,
     NUM_GROUPS,
+    QK,
     RMS,
     Workload,
 )
+from warpnorm.blocks import QKNorm
 from warpnorm.fuse import fuse
 
 Forward = Callable[..., Any]  # of the operands of a workload
@@ -45,7 +48,19 @@ FUNCTIONS: dict[Workload, Forward] = {
 
 
 def _ours(workload: Workload) -> Forward:
+    if workload is QK:
+        return _packed_qk_norm
     return FUNCTIONS.get(workload) or fuse(workload.function)
+
+
+@cache
+def _qk_module(head_dim: int, heads: int) -> QKNorm:
+    return QKNorm(head_dim, heads, heads, EPS, device="meta")
+
+
+def _packed_qk_norm(x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor) -> Any:
+    module = _qk_module(x.shape[-1], x.shape[-2] // 3)
+    return torch.func.functional_call(module, {"q_weight": q_weight, "k_weight": k_weight}, x)[:2]
 
 
 def _eager(workload: Workload) -> Forward:

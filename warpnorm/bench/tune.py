@@ -82,15 +82,15 @@ def _prepared(case: BenchCase, device: str) -> tuple[Callable[[Plan | None], Seq
     views = tuple(map(View.of, operands))
     if case.direction == BACKWARD:
         given = tuple(range(len(subject.grads)))
-        problem, _ = pipeline.backward_problem(call, (*views, *map(View.of, subject.grads)), given, wanted)
-        plans = search.alternatives(problem, choose.backward(problem, target), target)
+        problem, space = pipeline.backward_problem(call, (*views, *map(View.of, subject.grads)), given, wanted)
+        plans = search.alternatives(problem, choose.backward(problem, target, space), target)
 
         def backward(plan: Plan | None) -> Sequence[torch.Tensor]:
             return list(pipeline.backward(call, operands, subject.grads, statistics, wanted, plan).values())
 
         return backward, plans
-    forward_problem, _ = pipeline.forward_problem(call, (*views, *map(View.of, outputs)))
-    plans = search.alternatives(forward_problem, choose.forward(forward_problem, target), target)
+    forward_problem, space = pipeline.forward_problem(call, (*views, *map(View.of, outputs)))
+    plans = search.alternatives(forward_problem, choose.forward(forward_problem, target, space), target)
     return lambda plan: pipeline.forward(call, operands, plan=plan)[0], plans
 
 

@@ -181,8 +181,10 @@ class QKNorm(torch.nn.Module):
                 f"QKNorm: takes (..., heads, {self.head_dim}) with at least {count} heads, but input has shape "
                 f"{tuple(x.shape)}"
             )
-        normalized = self._normalize(x[..., :count, :], self._is_query(x.device))
-        return normalized[..., : self.q_heads, :], normalized[..., self.q_heads :, :], x[..., count:, :]
+        packed, v = x.split((count, x.shape[-2] - count), -2)  # unlike those of slices, their gradients are put together once
+        normalized = self._normalize(packed, self._is_query(x.device))
+        q, k = torch.unsafe_split_with_sizes(normalized, (self.q_heads, self.k_heads), -2)  # either may be written into
+        return q, k, v
 
     def _is_query(self, device: torch.device) -> torch.Tensor:
         found = None if torch.compiler.is_compiling() else self._known.get(device)

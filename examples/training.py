@@ -36,16 +36,19 @@ def options(what: str, steps: int) -> argparse.Namespace:
     parser.add_argument("--norms", nargs="+", choices=NORMS, default=NORMS, help="PyTorch's, patched, or fused: all")
     parser.add_argument("--steps", type=int, default=steps, help=f"steps of training: {steps}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the model, whole")
     found = parser.parse_args()
     if found.steps <= WARM_UP:
         parser.error(f"--steps: at least {WARM_UP + 1}, the first {WARM_UP} are not timed")
     return found
 
 
-def train(norms: str, build: Build, draw: Draw, steps: int, device: str) -> Result:
+def train(norms: str, build: Build, draw: Draw, steps: int, device: str, is_compiled: bool = False) -> Result:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = build(norms).to(device).train()
+    if is_compiled:
+        model.compile(fullgraph=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     losses, times = [], []
     columns = (TextColumn("{task.description:9s}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -75,13 +78,14 @@ def peak_mb(device: str) -> float:
 def compare(title: str, build: Build, draw: Draw, asked: argparse.Namespace) -> list[Result]:
     results = []
     for norms in asked.norms:
-        work = (train, norms, build, draw, asked.steps, asked.device)
+        work = (train, norms, build, draw, asked.steps, asked.device, asked.compile)
         if len(asked.norms) == 1:
             results.append(train(*work[1:]))
         else:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
                 results.append(executor.submit(*work).result())
-    table = Table(title=f"{title}, {asked.steps} steps on {asked.device}", title_justify="left")
+    how = ", compiled" if asked.compile else ""
+    table = Table(title=f"{title}{how}, {asked.steps} steps on {asked.device}", title_justify="left")
     for heading in ("norms", "first loss", "last loss", "step, ms", "peak memory, MB"):
         table.add_column(heading, justify="left" if heading == "norms" else "right")
     for r in results:

@@ -56,7 +56,8 @@ def resolve_shape(name: str, input: torch.Tensor, normalized_shape: Any, normali
     try:
         if not isinstance(normalized_shape, Sequence):
             raise TypeError
-        shape = tuple(operator.index(size) for size in normalized_shape)
+        is_traced = torch.compiler.is_compiling()  # where sizes may be symbols
+        shape = tuple(normalized_shape) if is_traced else tuple(operator.index(size) for size in normalized_shape)
     except TypeError:
         raise InputTypeError(
             f"{name}: normalized_shape must be an int or a sequence of ints, but is {normalized_shape!r}"
@@ -229,6 +230,8 @@ def check_out(name: str, out: Any, input: torch.Tensor, operands: Sequence[torch
         raise InputError(
             f"{name}: out= cannot be used where a gradient is needed; call it under torch.no_grad() or leave out= away"
         )
+    if torch.compiler.is_compiling():  # there is no memory to look at
+        return
     if out.is_neg():
         raise InputError(f"{name}: out is a negated view (of a conjugate), but must be plain memory")
     if overlaps_itself(out):

@@ -181,7 +181,9 @@ class QKNorm(torch.nn.Module):
                 f"QKNorm: takes (..., heads, {self.head_dim}) with at least {count} heads, but input has shape "
                 f"{tuple(x.shape)}"
             )
-        packed, v = x.split((count, x.shape[-2] - count), -2)  # unlike those of slices, their gradients are put together once
+        packed, v = x.split(
+            (count, x.shape[-2] - count), -2
+        )  # unlike those of slices, their gradients are put together once
         normalized = self._normalize(packed, self._is_query(x.device))
         q, k = torch.unsafe_split_with_sizes(normalized, (self.q_heads, self.k_heads), -2)  # either may be written into
         return q, k, v

@@ -25,9 +25,9 @@ from warpnorm.trace.arrange import Prepared, arrange
 from warpnorm.trace.record import normalize, relabel
 
 aten = torch.ops.aten
-# Those with running statistics, and where it stands whether they are averaged
-AVERAGING = {F.batch_norm: 5, F.instance_norm: 5, functional.batch_norm: 5, functional.instance_norm: 5}
-FLAGS = {5: ("training", "use_input_stats")}
+# Those with running statistics; and where it stands whether these are averaged, and what it is called
+AVERAGING = (F.batch_norm, F.instance_norm, functional.batch_norm, functional.instance_norm)
+FLAG, FLAG_NAMES = 5, ("training", "use_input_stats")
 CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 # Views, by what a capture calls them
 MOVES: dict[str, Callable[..., Any]] = {
@@ -41,15 +41,15 @@ MOVES: dict[str, Callable[..., Any]] = {
 MOVES |= dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), torch.reshape)
 # Sizes that stand for symbols, in two ways, larger than any number that decides about a call and unlike all others
 INVENTED = ((1 << 17) + 1, (1 << 18) + 1)
-SYMBOL, TENSOR, SLICE, UNKNOWN = "symbol", "tensor", "slice", "unknown"
+SYMBOL, TENSOR, SLICE = "symbol", "tensor", "slice"
 
 
 def _unfold(func: Any, tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> list[torch.Tensor]:
     """A norm of ours, which is an operator by now, taken apart again, so that it is the norm of a larger call."""
-    call = call_text.read(text)
+    call, _ = call_text.read(text)
     operands = library.with_numbers(call, tensors, numbers)
     c = call.prologue(*operands)
-    xhat = normalize(c, call.col_dims, call.norm.name, call.eps, call.groups)
+    xhat = normalize(c, call.col_dims, call.norm.name, call.eps, call.groups, "")
     results = [
         relabel(o, dtype) if o.dtype != dtype else o
         for o, dtype in zip(call.epilogue(xhat, c, *operands), call.outputs, strict=True)
@@ -81,11 +81,10 @@ class Tape(TorchFunctionMode):
         return result
 
     def _is_averaging(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        place = AVERAGING[func]
-        if len(args) > place:
-            return bool(args[place])
+        if len(args) > FLAG:
+            return bool(args[FLAG])
         is_usual = func in (F.instance_norm, functional.instance_norm)
-        return bool(kwargs.get(FLAGS[place][is_usual], is_usual))
+        return bool(kwargs.get(FLAG_NAMES[is_usual], is_usual))
 
     def _with_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given, named = list(args), dict(kwargs)
@@ -168,6 +167,8 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
         if _has_tensor(result):
             written = (writer.value(args), writer.value(named), writer.value(result, True))
             steps.append((func, *written, has_gradients))
+        elif result is None and _has_tensor(pytree.tree_leaves((args, named))):
+            writer.is_known = False  # something was written into a tensor, such as a slice that was assigned to
     wanted = [writer.value(result) if isinstance(result, torch.Tensor) else None for result in results]
     leaves = [writer.leaf(place) for place in writer.leaves]
     found = lower(steps, wanted, leaves, len(writer.symbols)) if writer.is_known and leaves else None
@@ -312,7 +313,7 @@ def _lowered(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: Se
     if torch.is_grad_enabled():
         needing = tuple(k for k, o in enumerate(operands) if o.requires_grad)  # type: ignore[union-attr]
         fusion.check_gradients(captured, [tensors[i.index].dtype for i in inputs], needing)
-    text = call_text.written(call)
+    text = call_text.written(call, tuple(o.dtype for o in operands if isinstance(o, torch.Tensor)))
     is_native = tensors[0].device.type == "cpu"
     if text is None or (is_native and not pipeline.takes_views(call, tuple(map(_view, operands)), operands)):
         return None

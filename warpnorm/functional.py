@@ -465,7 +465,8 @@ def _by_channel_kernels(
     parameters = [_by_channel(p, input) for p in (*(fixed or ()), weight, bias) if p is not None]
     axes: tuple[Axes, ...] = (FULL, *[mask] * len(parameters))
     if torch.compiler.is_compiling():
-        flags = (weight is not None, bias is not None, 0.0, axes, dtype, groups, fixed is not None)
+        dtypes = [tensor.dtype for tensor in (input, *parameters)]
+        flags = (weight is not None, bias is not None, 0.0, axes, dtypes, dtype, groups, fixed is not None)
         text = library.affine_text(norm.name, 1, eps, *flags)
         own = FIXED_NORM if fixed is not None else norm
         output, *statistics = library.normalize(own, text, [input, *parameters], out=out, running=running)

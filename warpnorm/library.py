@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from warpnorm import pipeline, settings
+from warpnorm.errors import InputError
 from warpnorm.launch import call_text
 from warpnorm.launch.autograd import composite_gradients, second_gradients
 from warpnorm.norms import CHANNEL, FIXED_NORM, GROUPS, Norm
@@ -30,7 +31,7 @@ _library.define(
 @torch.library.impl(_library, "norm", "CompositeExplicitAutograd")
 def _norm(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> list[torch.Tensor]:
     """[*outputs, *statistics]."""
-    call = call_text.read(text)
+    call = _call_of(text, tensors, numbers)
     operands = with_numbers(call, tensors, numbers)
     if _is_run(call, operands):
         outputs, found = pipeline.forward(call, operands, are_apart=True)
@@ -45,7 +46,7 @@ def _norm(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) 
 
 @torch.library.register_fake("warpnorm::norm", lib=_library)
 def _(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> list[torch.Tensor]:
-    call = call_text.read(text)
+    call = _call_of(text, tensors, numbers)
     shape = _shape(call, tensors)
     device = pipeline.device_of(tensors)
     outputs = [pipeline.empty_output(call, _full(call, tensors), shape, dtype, device) for dtype in call.outputs]
@@ -65,7 +66,7 @@ def _norm_backward(
     text: str,
 ) -> list[torch.Tensor]:
     """The gradients of the operands in `wanted`, by those of the outputs in `given`."""
-    call = call_text.read(text)
+    call = _call_of(text, tensors, numbers)
     operands = with_numbers(call, tensors, numbers)
     grads = _of_outputs(call, grad_outputs, given)
     found: dict[int, Any]
@@ -97,22 +98,22 @@ def _(
     wanted: Sequence[int],
     text: str,
 ) -> list[torch.Tensor]:
-    call = call_text.read(text)
+    call = _call_of(text, tensors, numbers)
     operands = with_numbers(call, tensors, numbers)
     return [_empty_gradient(call, operands[i]) for i in wanted]
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.Tensor]) -> None:
     tensors, numbers, text = inputs
-    call = call_text.read(text)
+    call, _ = call_text.read(text)
     outputs, rows = output[: len(call.outputs)], output[len(call.outputs) :]
     ctx.numbers, ctx.text, ctx.count = list(numbers), text, len(tensors)
     ctx.kept = [(i,) for i in range(len(tensors))]  # whose gradient that of each kept tensor is
     short = _shortcut(call, tensors) if not numbers else None
     if short is not None:
-        ctx.text = call_text.written(short.call)
         ctx.kept = [short.summed, *((i,) for i in short.others)]
         tensors = [outputs[short.output], *(tensors[i] for i in short.others)]
+        ctx.text = call_text.written(short.call, tuple(t.dtype for t in tensors))
     detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
     ctx.mark_non_differentiable(*detached, *rows)
     ctx.set_materialize_grads(False)
@@ -120,7 +121,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    call = call_text.read(ctx.text)
+    call, _ = call_text.read(ctx.text)
     saved, count = ctx.saved_tensors, len(ctx.kept)
     tensors, rows = list(saved[:count]), list(saved[count:])
     grad_outputs = list(grads[: len(call.outputs)])
@@ -174,7 +175,7 @@ def _keep_for_second(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch.T
 
 def _second(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """By the composite: PyTorch's operators, which can be differentiated any number of times."""
-    call, count = call_text.read(ctx.text), len(ctx.given)
+    (call, _), count = call_text.read(ctx.text), len(ctx.given)
     grad_outputs = _of_outputs(call, ctx.saved_tensors[:count], ctx.given)
     operands = with_numbers(call, ctx.saved_tensors[count:], ctx.numbers)
     places = [*ctx.given, *(len(grad_outputs) + i for i, axes in enumerate(call.axes) if axes != NUMBER)]
@@ -203,28 +204,32 @@ def affine_text(
     has_bias: bool,
     weight_offset: float,
     axes: Sequence[Axes],
+    dtypes: Sequence[torch.dtype],
     dtype: torch.dtype,
     groups: int = 0,
     is_fixed: bool = False,
 ) -> str:
-    """Of a norm alone, with its weight and bias; `is_fixed`: batch norm by its running statistics."""
+    """Of a norm alone, with its weight and bias. Its operands have these `dtypes`, its output `dtype`; `is_fixed`: batch norm
+    by its running statistics."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     eps, weight_offset, count = guard_scalar(eps), guard_scalar(weight_offset), int(guard_scalar(groups))
-    return _affine_text(norm, col_dims, eps, has_weight, has_bias, weight_offset, axes, dtype, count, is_fixed)
+    flags = has_weight, has_bias, weight_offset, axes, dtypes, dtype, count, is_fixed
+    return _affine_text(norm, col_dims, eps, *flags)
 
 
 @settings.constant
 def _affine_text(
     norm: str, col_dims: int, eps: float, has_weight: bool, has_bias: bool, weight_offset: float, axes: Sequence[Axes],
-    dtype: torch.dtype, groups: int, is_fixed: bool,
+    dtypes: Sequence[torch.dtype], dtype: torch.dtype, groups: int, is_fixed: bool,
 ) -> str:  # fmt: skip
     """A compiler takes it for a constant of its arguments."""
     epilogue: Any = Affine(has_weight, has_bias, weight_offset)
     if is_fixed:
         epilogue = FixedAffine(eps, has_weight, has_bias)
     found = FIXED_NORM if is_fixed else call_text.NORMS[norm]
-    text = call_text.written(Call(found, col_dims, eps, Itself(), epilogue, tuple(axes), (dtype,), groups=groups))
+    call = Call(found, col_dims, eps, Itself(), epilogue, tuple(axes), (dtype,), groups=groups)
+    text = call_text.written(call, tuple(dtypes))
     assert text is not None
     return text
 
@@ -261,6 +266,23 @@ def _is_run(call: Call, operands: Sequence[torch.Tensor | float]) -> bool:
         return False
     found = pipeline.route(tensors[0], *tensors)
     return found == "kernels" or (found == "native" and pipeline.takes(call, operands))
+
+
+def _call_of(text: str, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> Call:
+    """The call, if these are operands of it: an exported program may be given anything."""
+    call, dtypes = call_text.read(text)
+    given = tuple(tensor.dtype for tensor in tensors)
+    if len(given) != len(dtypes) or len(numbers) != len(call.axes) - len(dtypes):
+        raise InputError(
+            f"{call.norm.name}: this program takes {len(dtypes)} tensors and {len(call.axes) - len(dtypes)} numbers, "
+            f"but got {len(given)} and {len(numbers)}"
+        )
+    if given != dtypes:
+        wanted, found = (", ".join(str(d).removeprefix("torch.") for d in of) for of in (dtypes, given))
+        raise InputError(
+            f"{call.norm.name}: this program was made for {wanted}, but got {found}; export or compile it anew"
+        )
+    return call
 
 
 def with_numbers(call: Call, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[Any]:

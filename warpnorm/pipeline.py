@@ -40,8 +40,8 @@ if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported w
 
 Tensors = Sequence[torch.Tensor | float]
 # Elements of a row, of a sample, and of a batch that is one row, up to which PyTorch's own operators are quicker on a CPU
-# than a call of ours. Not of all rows: a row's bits do not depend on its neighbours. rms_norm of 1 x 64 takes 13 us, PyTorch's
-# 11, of 64 x 1024 21 and 30; silu(x) * r -> layer_norm of 1 x 512 18 and 8, of 64 x 512 49 and 156
+# than a call of ours. Not of all rows: a row's bits do not depend on its neighbours. rms_norm of 1 x 64 takes 13 us,
+# PyTorch's 11, of 64 x 1024 21 and 30; silu(x) * r -> layer_norm of 1 x 512 18 and 8, of 64 x 512 49 and 156
 SMALL_ROW = 63
 SMALL_LONE_ROW = 1024  # of a layer_norm alone
 SMALL_SAMPLE = 1 << 14

@@ -295,8 +295,9 @@ def _as_operator(
 ) -> tuple[torch.Tensor, ...]:
     """The same as one operator of PyTorch's library."""
     has_weight = len(operands) > 1 + has_bias
-    text = library.affine_text(norm.name, col_dims, eps, has_weight, has_bias, weight_offset, list(axes), dtype)
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
+    dtypes = [tensor.dtype for tensor in tensors]
+    text = library.affine_text(norm.name, col_dims, eps, has_weight, has_bias, weight_offset, list(axes), dtypes, dtype)
     numbers = [operand for operand in operands if not isinstance(operand, torch.Tensor)]
     output, *statistics = library.normalize(norm, text, tensors, numbers, out)
     return output, *_shaped(statistics, input, col_dims)

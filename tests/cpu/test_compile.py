@@ -130,6 +130,58 @@ def test_one_operator_each_way(case: Case) -> None:
     assert len(own) == 4
 
 
+def test_a_norm_of_ours_inside_is_part_of_the_operator() -> None:
+    seen = Seen()
+    given = rows(COLS)(4).detach(), vector(COLS)(0).detach()
+    torch.compile(ours_inside, backend=seen, fullgraph=True)(*given)
+    assert seen.graphs == [[NORM]]
+
+
+def assigning(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    h = x + r
+    h[..., 0] = 0.0
+    return F.rms_norm(h, (COLS,))
+
+
+def emptying(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    h = x + r
+    r[...] = 0.0
+    return F.rms_norm(h, (COLS,))
+
+
+@pytest.mark.parametrize("function", [assigning, emptying], ids=lambda f: f.__name__)
+def test_what_is_written_into_is_not_lost(function: Callable[..., torch.Tensor]) -> None:
+    """Such functions are not fused: they run as they are."""
+    x, r = torch.randn(2, 4, COLS)
+    right, emptied = function(x, same := r.clone()), same
+    compiled = torch.compile(warpnorm.fuse(function), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, r), right)
+    assert torch.equal(r, emptied)
+
+
+@pytest.mark.parametrize("is_input", [False, True], ids=["apart", "input"])
+def test_out(is_input: bool) -> None:
+    x, w = torch.randn(4, COLS), torch.randn(COLS)
+    right = warpnorm.rms_norm(x, (COLS,), w)
+    out = x if is_input else torch.empty_like(x)
+    compiled = torch.compile(
+        lambda x, w, out: warpnorm.rms_norm(x, (COLS,), w, out=out), backend="aot_eager", fullgraph=True
+    )
+    found = compiled(x, w, out)
+    assert torch.equal(found, right)
+    assert torch.equal(out, right)
+
+
+@pytest.mark.parametrize("norm", [warpnorm.layer_norm, warpnorm.rms_norm], ids=lambda f: f.__name__)
+def test_another_number_of_columns_compiles_once(norm: Callable[..., Any]) -> None:
+    seen = Seen()
+    compiled = torch.compile(lambda x: norm(x, x.shape[-1:]), backend=seen, fullgraph=True)
+    for count, cols in ((4, 2048), (5, 2048), (3, 4096), (7, 3072), (8, 5120), (9, 6144)):
+        x = torch.randn(count, cols)
+        assert torch.equal(compiled(x), norm(x, (cols,)))
+    assert seen.frames <= 3, "for the first shape, for all rows, for all columns"
+
+
 def test_small_rows_are_left_to_the_compiler() -> None:
     seen = Seen()
     x = torch.randn(4, 32, dtype=torch.float32)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import warpnorm
 from cpu.seen import operators
 from warpnorm import pipeline
+from warpnorm.errors import InputError
 
 pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
 
@@ -67,6 +68,13 @@ def test_in_another_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LOADED, str(tmp_path / "net.pt2"), str(tmp_path / "right.pt")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.stdout == "done\n", result.stderr
+
+
+def test_another_dtype_is_refused() -> None:
+    program = exported(warpnorm.nn.RMSNorm(COLS)).module()
+    for dtype in (torch.float64, torch.bfloat16):
+        with pytest.raises(InputError, match="this program was made for float32, float32, but got"):
+            program(torch.randn(4, COLS, dtype=dtype))
 
 
 def test_by_channel() -> None:

@@ -313,8 +313,13 @@ def twice(rank: int, world: int) -> None:
 
 def compiled(rank: int, world: int) -> None:
     """One graph, forward and backward, and the running statistics in it."""
+    for size in (5, 400, 400 * (1 + rank)):  # so large, on all ranks or on one, that native code would run plain calls
+        _compiled(torch.randn(8, 3, 5, size))
+
+
+def _compiled(x: torch.Tensor) -> None:
+    torch._dynamo.reset()
     eager, traced = SyncBatchNorm(3), SyncBatchNorm(3)
-    x = torch.randn(world, 4, 3, 5)[rank]
     graph = torch.compile(traced, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         inputs = [x.clone().requires_grad_() for _ in range(2)]

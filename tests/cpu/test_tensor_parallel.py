@@ -245,8 +245,11 @@ def twice(rank: int, world: int) -> None:
 
 
 def compiled(rank: int, world: int) -> None:
-    norm = parallel.LayerNorm(6 * world)
-    x = torch.randn(3, 6)
+    for norm in (parallel.LayerNorm(6 * world), parallel.LayerNorm(4096), parallel.RMSNorm(4096)):
+        _compiled(norm, torch.randn(3, norm.normalized_shape[0]))
+
+
+def _compiled(norm: torch.nn.Module, x: torch.Tensor) -> None:
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     graph = torch.compile(norm, backend="aot_eager", fullgraph=True)
     outputs = [function(leaf) for function, leaf in zip((norm, graph), leaves, strict=True)]
@@ -254,6 +257,18 @@ def compiled(rank: int, world: int) -> None:
         output.pow(3).sum().backward()
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*(leaf.grad for leaf in leaves))
+
+
+def halves(rank: int, world: int) -> None:
+    """Of a norm that has all weights; those that are frozen stay so."""
+    whole = torch.nn.LayerNorm(8)
+    whole.weight.requires_grad_(False)
+    part = parallel.LayerNorm.from_whole(whole)
+    assert (part.weight.requires_grad, part.bias.requires_grad) == (False, True)
+    with pytest.raises(InputError, match="takes a norm over one dimension"):
+        parallel.LayerNorm.from_whole(torch.nn.LayerNorm((4, 8)))
+    with pytest.raises(InputError, match="takes a norm over one dimension"):
+        parallel.RMSNorm.from_whole(torch.nn.Linear(8, 8))
 
 
 def refused(rank: int, world: int) -> None:
@@ -266,7 +281,7 @@ def refused(rank: int, world: int) -> None:
         parallel.LayerNorm((4, 5))
 
 
-CHECKS = (parity, training, collectives, fused, twice, refused, compiled)
+CHECKS = (parity, training, collectives, fused, twice, refused, halves, compiled)
 
 
 @pytest.fixture(scope="module", params=WORLDS)

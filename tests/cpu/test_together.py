@@ -1,5 +1,8 @@
 """Together with the rest of PyTorch: what a module or a fused one has to bear without a word about it."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch.utils.checkpoint
 import warpnorm
 
 COLS = 2048
+ROOT = Path(__file__).resolve().parents[2]
 MODULES: dict[str, Any] = {
     "LayerNorm": lambda: warpnorm.nn.LayerNorm(COLS),
     "RMSNorm": lambda: warpnorm.nn.RMSNorm(COLS),
@@ -99,3 +103,21 @@ def test_checkpoint_of_a_fused_function() -> None:
         kept.backward(grad)
         assert torch.equal(x.grad, right)  # type: ignore[arg-type]
         x.grad = None
+
+
+FIRST = """
+import torch, warpnorm
+from torch.utils.checkpoint import checkpoint
+module = warpnorm.nn.AddRMSNorm(2048)
+x, r = (torch.randn(4, 2048, requires_grad=True) for _ in range(2))
+checkpoint(lambda x, r: module(x, r)[0], x, r, use_reentrant=False).sum().backward()
+print(module.weight.grad.shape)
+"""
+
+
+def test_the_first_call_of_all_may_be_a_checkpoint() -> None:
+    """Nothing that is kept while a function is captured is counted."""
+    ran = subprocess.run(
+        [sys.executable, "-c", FIRST], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.stdout == "torch.Size([2048])\n", ran.stderr

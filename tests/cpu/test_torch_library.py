@@ -37,7 +37,8 @@ class Case:
 
 def text(name: str, axes: Any, dtype: torch.dtype = torch.float32, groups: int = 0, **flags: Any) -> str:
     has_weight = flags.pop("has_weight", len(axes) > 1)
-    return library.affine_text(name, 1, 1e-5, has_weight, len(axes) > 2, 0.0, axes, dtype, groups, **flags)
+    dtypes = [dtype for a in axes if a != "number"]
+    return library.affine_text(name, 1, 1e-5, has_weight, len(axes) > 2, 0.0, axes, dtypes, dtype, groups, **flags)
 
 
 def captured(function: Any, *args: torch.Tensor) -> Call:
@@ -49,7 +50,7 @@ def captured(function: Any, *args: torch.Tensor) -> Call:
 def fused_text() -> str:
     x = torch.randn(5, 64, requires_grad=True)
     found = captured(lambda x, r, w: (F.layer_norm(x + r, (64,), w).clamp(-1, float("inf")), x + r), x, x.clone(), x[0])
-    written = call_text.written(found)
+    written = call_text.written(found, (torch.float32,) * 3)
     assert written is not None
     return written
 
@@ -80,7 +81,7 @@ def test_opcheck(case: Case, route: str) -> None:
     if case.name == "fixed_norm":
         operands[2] = operands[2].detach().abs().requires_grad_()
     opcheck(norm, (operands, list(case.numbers), case.text))
-    call = call_text.read(case.text)
+    call, _ = call_text.read(case.text)
     made = norm([o.detach() for o in operands], list(case.numbers), case.text)
     outputs, rows = made[: len(call.outputs)], made[len(call.outputs) :]
     given = list(range(len(outputs)))
@@ -122,9 +123,9 @@ def test_plain_calls_never_come_by_the_dispatcher(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_text_says_all_of_a_call(case: Case) -> None:
-    call = call_text.read(case.text)
-    assert call_text.written(call) == case.text
-    assert call_text.read.__wrapped__(case.text) == call
+    call, dtypes = call_text.read(case.text)
+    assert call_text.written(call, dtypes) == case.text
+    assert call_text.read.__wrapped__(case.text) == (call, dtypes)
 
 
 def changed(path: tuple[Any, ...], value: Any) -> str:
@@ -147,6 +148,7 @@ DAMAGED = {
     "eps_of_text": changed(("eps",), "1e-5"),
     "negative_dims": changed(("col_dims",), -1),
     "unknown_axes": changed(("axes", 0), "diagonal"),
+    "no_operand": changed(("operands",), ["float32", "float32"]),
     "no_dtype": changed(("outputs", 0), "nn"),
     "unknown_function": changed(("prologue",), {"exec": []}),
     "not_elementwise": changed((*STEP, 1), "aten.sort.default"),
@@ -167,4 +169,21 @@ def test_other_texts_are_refused(name: str) -> None:
 
 def test_what_is_drawn_has_no_text() -> None:
     call = captured(lambda x: F.layer_norm(F.dropout(x, 0.5), (64,)), torch.randn(5, 64))
-    assert call_text.written(call) is None
+    assert call_text.written(call, (torch.float32,)) is None
+
+
+@pytest.mark.parametrize(
+    ("operands", "numbers", "message"),
+    [
+        ([torch.randn(5, 64).double(), torch.ones(64)], [], "made for float32, float32, but got float64, float32"),
+        ([torch.randn(5, 64), torch.ones(64, dtype=torch.complex64)], [], "but got float32, complex64"),
+        ([torch.randn(5, 64)], [], "takes 2 tensors and 0 numbers, but got 1 and 0"),
+        ([torch.randn(5, 64), torch.ones(64), torch.ones(64)], [], "but got 3 and 0"),
+        ([torch.randn(5, 64), torch.ones(64)], [1.0], "but got 2 and 1"),
+    ],
+    ids=["wider", "complex", "one_less", "one_more", "a_number"],
+)
+def test_other_operands_are_refused(operands: Any, numbers: Any, message: str) -> None:
+    """An exported program may be given anything."""
+    with pytest.raises(InputError, match=message):
+        norm(operands, numbers, text("rms_norm", ("full", "column")))

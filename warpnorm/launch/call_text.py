@@ -11,14 +11,14 @@ import torch
 
 from warpnorm import norms
 from warpnorm.errors import InputError
-from warpnorm.problem import Call, Literal
+from warpnorm.problem import NUMBER, Call, Literal
 from warpnorm.reference import Affine, FixedAffine, Itself
 from warpnorm.trace.at_hand import FromSum, Sum
 from warpnorm.trace.expression import CAST, DROPOUT, RELABEL, Constant, Expression, Ref, Step, operator
 from warpnorm.trace.fakes import is_pointwise
 from warpnorm.trace.operators import writes
 
-FORMAT = 1  # of the texts and of the operators that take them: compilers keep what they made of both
+FORMAT = 2  # of the texts and of the operators that take them: compilers keep what they made of both
 NORMS = {norm.name: norm for norm in norms.ALL}
 AXES = ("full", "group", "column", "row", "group_scalar", "scalar", "number")
 
@@ -28,11 +28,13 @@ class _UnwritableError(ValueError):
 
 
 @lru_cache(maxsize=4096)
-def written(call: Call) -> str | None:
-    """None where there is no text for a call: something is drawn in it."""
+def written(call: Call, dtypes: tuple[torch.dtype, ...]) -> str | None:
+    """Of a call on operands that have these dtypes, but for numbers. None where there is no text for it: something is drawn
+    in it."""
     try:
         fields = {
-            "format": FORMAT, "norm": call.norm.name, "col_dims": call.col_dims, "eps": call.eps,
+            "format": FORMAT, "operands": [_dtype(d) for d in dtypes], "norm": call.norm.name,
+            "col_dims": call.col_dims, "eps": call.eps,
             "prologue": _function(call.prologue), "epilogue": _function(call.epilogue), "axes": call.axes,
             "outputs": [_dtype(d) for d in call.outputs], "compute": _dtype(call.compute),
             "detached": call.detached, "groups": call.groups,
@@ -43,12 +45,17 @@ def written(call: Call) -> str | None:
 
 
 @lru_cache(maxsize=4096)
-def read(text: str) -> Call:
+def read(text: str) -> tuple[Call, tuple[torch.dtype, ...]]:
+    """The call, and the dtypes of its operands."""
     try:
         fields = json.loads(text)
         if fields.pop("format") != FORMAT:
             raise _UnwritableError("it is of another format")
-        return _call(**fields)
+        dtypes = tuple(map(_read_dtype, fields.pop("operands")))
+        call = _call(**fields)
+        if len(dtypes) != sum(axes != NUMBER for axes in call.axes):
+            raise _UnwritableError(f"it has axes for other operands than {len(dtypes)}")
+        return call, dtypes
     except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise InputError(f"this is not the text of a call that this version of warpnorm knows: {error}") from None
 

@@ -26,15 +26,22 @@ class _Shared(torch.nn.Module):
 
     @classmethod
     def from_whole(cls, norm: Any, group: Any = None) -> Any:
-        """This rank's part of a norm that has all weights, which are copied."""
+        """This rank's part of a norm that has all weights, which are copied: one of torch.nn or warpnorm.nn."""
+        shape: tuple[int, ...] = getattr(norm, "normalized_shape", ())
+        if len(shape) != 1:
+            raise InputError(
+                f"{cls.__name__}.from_whole: takes a norm over one dimension, with normalized_shape, but got {norm}"
+            )
         weight, bias = norm.weight, getattr(norm, "bias", None)
         has_bias = {} if issubclass(cls, torch.nn.RMSNorm) else {"bias": bias is not None}
         kind = {} if weight is None else {"device": weight.device, "dtype": weight.dtype}
-        made = cls(norm.normalized_shape[0], norm.eps, weight is not None, group=group, **has_bias, **kind)
+        made = cls(shape[0], norm.eps, weight is not None, group=group, **has_bias, **kind)
         part = slice(*part_of(made.whole, group))
         with torch.no_grad():
             for name, parameter in made.named_parameters():
-                parameter.copy_(getattr(norm, name)[part])
+                whole = getattr(norm, name)
+                parameter.copy_(whole[part])
+                parameter.requires_grad_(whole.requires_grad)
         return made.train(norm.training)
 
     def extra_repr(self) -> str:

@@ -111,7 +111,13 @@ class Request:
 
 
 def capture_call(request: Request) -> Captured:
-    return by_stand_ins(request) or by_symbols(request)
+    """What is kept for gradients meanwhile is nobody's: a checkpoint would count it, and find less the second time."""
+    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+        return by_stand_ins(request) or by_symbols(request)
+
+
+def _itself(tensor: Any) -> Any:
+    return tensor
 
 
 def by_stand_ins(request: Request) -> Captured | None:

@@ -209,8 +209,8 @@ def affine_text(
     groups: int = 0,
     is_fixed: bool = False,
 ) -> str:
-    """Of a norm alone, with its weight and bias. Its operands have these `dtypes`, its output `dtype`; `is_fixed`: batch norm
-    by its running statistics."""
+    """Of a norm alone, with its weight and bias. Its operands have these `dtypes`, its output `dtype`; `is_fixed`: batch
+    norm by its running statistics."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar
 
     eps, weight_offset, count = guard_scalar(eps), guard_scalar(weight_offset), int(guard_scalar(groups))

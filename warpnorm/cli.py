@@ -1,7 +1,8 @@
-"""The command line: `warpnorm demo`, `bench`, `report`, `explain`, `tune` and `check`, also as `python -m warpnorm`."""
+"""The command line: `warpnorm demo`, `bench`, `report`, `explain`, `tune`, `fuzz` and `check`, also as `python -m warpnorm`."""
 
 import argparse
 import difflib
+import random
 import re
 import sys
 import textwrap
@@ -16,6 +17,8 @@ from warpnorm.bench import tune as tuning
 from warpnorm.bench.demo import run_demo
 from warpnorm.bench.documents import write_documents
 from warpnorm.bench.run import Run, default_device, device_name, own_stream, run_cases
+from warpnorm.errors import UnavailableError
+from warpnorm.fuzz.run import run_fuzz
 from warpnorm.plan import device as devices
 from warpnorm.version import VERSION
 
@@ -28,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 140)
     try:
         return parsed.run(parsed, console)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, UnavailableError) as error:
         console.print(f"warpnorm: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 2
 
@@ -132,6 +135,20 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("--layout", choices=("nchw", "nhwc"), default="nchw", help="how images lie in memory")
     tune.add_argument("--backward", action="store_true", help="the gradients, not the norm itself")
     tune.set_defaults(run=_tune)
+    fuzz = _command(
+        commands, "fuzz", "random calls held against float64, until the time is up",
+        "Norms, shapes, strides, dtypes, eps, which gradients, plain or in a fused function, all at random, on NaN-filled "
+        "memory: as accurate as PyTorch, the same bits at a second time, inputs unchanged. What fails is shrunk and printed "
+        "as code to paste. Needs hypothesis. Fails if anything is wrong.",
+        "fuzz --minutes 10", "fuzz --minutes 1 --seed 7 --only fused layer_norm rms_norm float16",
+    )  # fmt: skip
+    fuzz.add_argument("--minutes", metavar="N", type=float, default=1.0, help="for how long: 1")
+    fuzz.add_argument("--seed", metavar="S", type=int, help="repeats the run that printed it; without one any")
+    fuzz.add_argument("--device", choices=("cpu", "cuda"), help="where: on the GPU if there is one")
+    fuzz.add_argument(
+        "--only", metavar="WORD", nargs="+", default=(), help="norms, dtypes, layouts, plain or fused: 'fused rms_norm'"
+    )
+    fuzz.set_defaults(run=_fuzz)
     check = _command(
         commands, "check", "what is installed and works here: a page to paste into a bug report",
         "Versions, devices, whether kernels and native code build and run here, and the cache folder with its size. Fails "
@@ -216,6 +233,20 @@ def _tune(parsed: argparse.Namespace, console: Console) -> int:
             trials = tuning.tune(case, "cuda", console, lambda call: timing.time_calls([call], "cuda", 0.05)[0].ms)
             tuning.print_trials(trials, console, bandwidth)
     return 0
+
+
+def _fuzz(parsed: argparse.Namespace, console: Console) -> int:
+    device = parsed.device or default_device()
+    if device == "cuda" and default_device() != "cuda":
+        raise ValueError("--device cuda: there is no GPU here")
+    if not 0 < parsed.minutes < float("inf"):
+        raise ValueError(f"--minutes is {parsed.minutes}, but must be more than 0")
+    seed = random.randrange(10**6) if parsed.seed is None else parsed.seed
+    words = [word for argument in parsed.only for word in argument.split()]
+    found = run_fuzz(console, parsed.minutes, seed, device, words)
+    if found.is_interrupted:
+        return INTERRUPTED
+    return 1 if found.failures else 0
 
 
 def _check(parsed: argparse.Namespace, console: Console) -> int:

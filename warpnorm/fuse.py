@@ -25,6 +25,7 @@ from warpnorm.trace.arrange import Prepared, arrange, is_host_scalar, leader
 
 LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
 MANY_CAPTURES = 32
+MOST_CAPTURES = 1024  # of one function: widths may change at every call
 NOTHING: Any = object()
 HANDLERS = functional.HANDLERS | {
     parallel.layer_norm: handlers.shared(handlers.layer_norm, exchange.name_of),
@@ -200,6 +201,10 @@ class Fused:
         captured = fusion.capture_call(
             fusion.Request(self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS)
         )
+        if sum(map(len, self._captured.values())) >= MOST_CAPTURES:
+            for kept in (self._captured, self._prepared, self._differentiable):
+                kept.clear()
+            known = []
         self._captured[kind] = [*known, captured]
         if sum(map(len, self._captured.values())) == MANY_CAPTURES:
             warnings.warn(

@@ -13,34 +13,9 @@ from hypothesis import strategies as st
 
 import warpnorm
 from kernel_contracts.fuse_operators_contract import check_fused
+from warpnorm.fuzz.strategies import lines_of, steps
 
 EXAMPLES = 25
-UNARY = (
-    "torch.sin({0})",
-    "torch.cos({0})",
-    "torch.tanh({0})",
-    "torch.sigmoid({0})",
-    "torch.erf({0})",
-    "torch.atan({0})",
-    "F.silu({0})",
-    "F.gelu({0})",
-    "F.gelu({0}, approximate='tanh')",
-    "F.mish({0})",
-    "F.softplus({0})",
-    "torch.log1p({0} * {0})",
-    "torch.sqrt(1.0 + {0} ** 2)",
-    "torch.exp(-{0}.square())",
-    "1 / (2 + {0}.sin())",
-    "({0} * 0.75 - 1.25)",
-)
-BINARY = (
-    "({0} + {1})",
-    "({0} - 0.5 * {1})",
-    "({0} * {1})",
-    "{0} / (1.5 + torch.cos({1}))",
-    "torch.addcmul({0}, {0}, {1}, value=0.25)",
-    "torch.logaddexp({0}, {1})",
-)
 NORMS = {"layer": "F.layer_norm(h, h.shape[-{0}:])", "rms": "F.rms_norm(h, h.shape[-{0}:], eps=1e-5)"}
 
 
@@ -100,22 +75,6 @@ def operands_of(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[Operand, ...]:
         own = shape[draw(st.integers(0, len(shape))) :]
         shapes.append(tuple(size if draw(st.booleans()) else 1 for size in own))
     return tuple(Operand(s, draw(st.sampled_from(dtypes)), draw(st.booleans())) for s in shapes)
-
-
-@st.composite
-def steps(draw: st.DrawFn, names: list[str], letter: str) -> list[str]:
-    """Assignments to new names, each of what is there by then."""
-    lines: list[str] = []
-    for k in range(draw(st.integers(1, 3))):
-        there = [*names, *lines_of(lines)]
-        template = draw(st.sampled_from(UNARY + BINARY))
-        lines.append(f"{letter}{k} = " + template.format(*(draw(st.sampled_from(there)) for _ in range(2))))
-    return lines
-
-
-def lines_of(lines: list[str]) -> list[str]:
-    """The names that they assign to."""
-    return [line.split(" = ")[0] for line in lines]
 
 
 @settings(

@@ -4,6 +4,7 @@ from kernel_contracts.channel_behaviour_contract import *  # noqa: F403
 from kernel_contracts.channel_contract import *  # noqa: F403
 from kernel_contracts.channel_fuse_contract import *  # noqa: F403
 from kernel_contracts.channel_training_contract import *  # noqa: F403
+from kernel_contracts.values_contract import *  # noqa: F403
 
 # of plans and launches, which native code has not: test_native.py has what it promises instead
 del test_no_recompile_when_only_the_batch_changes  # noqa: F821

@@ -1,6 +1,7 @@
 """What is wrong with a call, if anything: it changes its inputs, raises where PyTorch does not, gives another dtype, shape or
 bits at a second time, or is further from float64 than the rule allows."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -42,7 +43,9 @@ def poisoned() -> Iterator[None]:
     torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.set_num_threads(1)
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of rows without elements, and functions that are captured often
+            yield
     finally:
         torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
         torch.set_num_threads(threads)
@@ -128,7 +131,8 @@ def _why_wrong(
     of_ours = [_error(r[name], t[name], mask, scale) for r, t in zip(ours, truths, strict=True)]
     of_theirs = [_error(r[name], t[name], mask, scale) for r, t in zip(theirs, narrow, strict=True)]
     unit = 2 * EPS_RATIO if dtype == torch.float64 else 1.0
-    own = torch.finfo(dtype).eps / 2 if dtype == torch.float64 else 0.0  # the truth is rounded once too
+    # The truth of float64 is off itself, by roundings of its sums, which PyTorch's of float32 on a CPU have not
+    own = 4 * torch.finfo(dtype).eps / 2 if dtype == torch.float64 else 0.0
     allowed = Error(*(unit * max(kind) + own for kind in zip(*of_theirs, strict=True)))
     return why_inaccurate(name, Error(*map(median, zip(*of_ours, strict=True))), allowed, dtype)
 

@@ -1,0 +1,170 @@
+"""The fuzzer: it finds nothing where nothing is wrong, and what is wrong it finds, shrinks and prints as code."""
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from warpnorm import functional, settings
+from warpnorm.cli import main
+from warpnorm.fuzz import check, run
+from warpnorm.fuzz.case import LAYOUTS, VALUES, Case, Operand
+from warpnorm.fuzz.strategies import Choice
+
+F32 = torch.float32
+PLAIN = ("plain", "rms_norm", "float32", "contiguous")
+
+
+@pytest.mark.parametrize("words", [("plain",), ("fused", "rms_norm", "batch_norm", "float32")], ids=" ".join)
+def test_a_short_run_finds_nothing(words: tuple[str, ...]) -> None:
+    found = run.fuzz(60, 3, "cpu", words, batches=4)
+    assert found.failures == [], [(failure.why, failure.code) for failure in found.failures]
+    assert found.batches == 4
+    assert found.cases > 40
+
+
+def test_a_seed_repeats_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    met: list[Case] = []
+    monkeypatch.setattr(run, "check", lambda case, device: met.append(case))
+    monkeypatch.setattr(run, "BATCHES", 3)
+    for _ in range(2):
+        run.fuzz(60, 7, "cpu", batches=6)
+    half = len(met) // 2
+    assert met[:half] == met[half:]
+    again = met[:half]
+    met.clear()
+    run.fuzz(60, 8, "cpu", batches=3)  # the second round by itself
+    assert met == again[-len(met) :]
+    assert len({case.ours for case in again}) > 3
+
+
+def test_a_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = functional.rms_norm
+
+    def wrong(*args: Any, eps: float, **kwargs: Any) -> Any:
+        """For rows of several columns alone."""
+        return right(*args, eps=eps * 1.5 if args[0].shape[-1] > 4 else eps, **kwargs)
+
+    monkeypatch.setattr(functional, "rms_norm", wrong)
+    monkeypatch.setattr(run, "forced_route", lambda device: "reference")
+    monkeypatch.setattr(run, "MOST_FAILURES", 1)
+    monkeypatch.setattr(check, "DRAWS", 4)
+    (failure,) = run.fuzz(60, 1, "cpu", PLAIN).failures
+    assert failure.why.startswith("output 0: ")
+    x = failure.case.operands[0]
+    assert x.shape[-1] == 5, "the fewest columns"
+    assert x.shape.count(1) == len(x.shape) - 1, "one row"
+    assert len(failure.case.operands) == 1, "no weight"
+    exec(failure.code, {})
+    assert "import warpnorm" in failure.code
+
+
+def test_a_round_says_its_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = 0
+
+    def fail(case: Case, device: str) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 30:
+            raise check.WrongError("late")
+
+    monkeypatch.setattr(run, "check", fail)
+    monkeypatch.setattr(run, "BATCHES", 1)
+    monkeypatch.setattr(run, "MOST_FAILURES", 1)
+    (failure,) = run.fuzz(60, 5, "cpu", PLAIN).failures
+    assert failure.why == "late"
+    assert failure.seed > 5
+
+
+RIGHT = Case("return x0 * 2", "return x0 * 2", (Operand((4, 5), F32, wants_grad=False),))
+WRONG = {
+    "changed its inputs": replace(RIGHT, ours="y = x0 * 2\nx0.zero_()\nreturn y"),
+    "other bits": replace(RIGHT, ours="return x0 * (2 + 1e-6 * torch.rand(()))"),
+    "raises RuntimeError": replace(RIGHT, ours="return x0 @ x0"),
+    "dtype torch.float64": replace(RIGHT, ours="return x0.double() * 2"),
+    "shape (5, 4)": replace(RIGHT, ours="return x0.mT * 2"),
+    "not finite": replace(RIGHT, ours="return torch.empty_like(x0)"),
+    "mean error": replace(RIGHT, ours="return x0 * 2.00001"),
+    "results are": replace(RIGHT, ours="return x0 * 2, x0"),
+    "gradient of x0": replace(
+        RIGHT, ours="return x0 * 2 + (x0 - x0.detach())", operands=(Operand((4, 5), F32),)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_check_sees(what: str) -> None:
+    with check.poisoned():
+        check.check(RIGHT, "cpu")
+        with pytest.raises(check.WrongError) as raised:
+            check.check(WRONG[what].seeded(4), "cpu")
+    assert what in str(raised.value)
+    assert torch.are_deterministic_algorithms_enabled() is False
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operands_are_what_they_say(layout: str, values: str) -> None:
+    operand = Operand((4, 5, 6), F32, layout, values)
+    made = operand.make(3, "cpu")
+    assert made.shape == (4, 5, 6)
+    assert made.is_contiguous() == (layout in ("contiguous", "flipped"))
+    assert made.equal(operand.make(3, "cpu"))
+    assert made.equal(eval(operand.text(3, "cpu"), {"torch": torch}))
+    assert Operand((0, 5), F32, layout, values).make(0, "cpu").shape == (0, 5)
+    assert Operand((), F32, layout, values).make(0, "cpu").shape == ()
+
+
+def test_words_leave_less() -> None:
+    choice = Choice.of(["fused", "rms_norm", "layer_norm", "float16"])
+    assert choice.forms == ("fused",)
+    assert choice.norms == ("rms_norm", "layer_norm")
+    assert choice.dtypes == ("float16",)
+    assert choice.layouts == Choice().layouts
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with settings.override(route="reference"):
+        assert main(["fuzz", "--minutes", "0.03", "--seed", "7", "--device", "cpu", "--only", *PLAIN]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("seed 7, on cpu")
+    assert "0 failures; seed 7" in printed
+
+
+def test_the_command_fails_where_something_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(case: Case, device: str) -> None:
+        raise check.WrongError("output 0: wrong")
+
+    monkeypatch.setattr(run, "check", fail)
+    monkeypatch.setattr(run, "MOST_FAILURES", 2)
+    assert main(["fuzz", "--seed", "7", "--device", "cpu", "--only", *PLAIN]) == 1
+    printed = capsys.readouterr().out
+    assert "failure 2: --seed 8" in printed
+    assert "output 0: wrong" in printed
+    assert "return warpnorm.rms_norm(x0, x0.shape[-1:]" in printed
+    assert "2 failures; seed 7" in printed
+
+
+SAID = {
+    "--only layer": ["--only", "layer"],
+    "--minutes is 0.0": ["--minutes", "0"],
+    "there is no GPU here": ["--device", "cuda"],
+}
+
+
+@pytest.mark.parametrize("what", SAID)
+def test_what_cannot_be_is_said(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if "GPU" in what and torch.cuda.is_available():
+        pytest.skip("there is one")
+    assert main(["fuzz", *SAID[what]]) == 2
+    assert what in capsys.readouterr().out
+
+
+def test_without_hypothesis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    assert main(["fuzz", "--device", "cpu"]) == 2
+    assert "fuzz needs hypothesis: pip install hypothesis" in capsys.readouterr().out

@@ -1,0 +1,65 @@
+"""Contract: values at the ends of a dtype, and noise upon a large mean. Others are in accuracy_contract.py and
+channel_contract.py, beside the layouts."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from cpu.channel_truth import Arguments
+from kernel_contracts import channel_running
+from kernel_contracts.channel_running import BATCH, GROUPS, INSTANCE, Mode, arguments, random
+from kernel_contracts.running import NORMS, check_accuracy
+from warpnorm.norms import Norm
+
+
+@dataclass(frozen=True)
+class Values:
+    name: str
+    dtype: torch.dtype
+    change: Callable[[torch.Tensor], torch.Tensor]
+    why: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+VALUES = (
+    Values("noise_on_10000", torch.float32, lambda x: x * 1e-3 + 1e4, why="a deviation of one last place of the mean"),
+    Values("subnormals", torch.float32, lambda x: x * 1e-40, why="every value is below the smallest normal float32"),
+    Values("half_subnormals", torch.float16, lambda x: x * 1e-6, why="subnormal in float16, and normal where computed"),
+    Values("bfloat16_subnormals", torch.bfloat16, lambda x: x * 1e-39, why="subnormal in both"),
+    Values("half_squares", torch.float16, lambda x: x * 400, why="squares are past the end of float16"),
+    Values("one_value", torch.float32, lambda x: torch.full_like(x, 1234.5678), why="no deviation at all"),
+    Values("one_half_value", torch.float16, lambda x: torch.full_like(x, 6e4), why="and a sum past the end of float16"),
+    Values("one_outlier", torch.float32, lambda x: torch.where(x == x.amax(), 1e6, x), why="one value is all there is"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", [200, 8_201])  # one tile, and a walk
+@pytest.mark.parametrize("values", VALUES, ids=str)
+def test_values_of_rows(values: Values, cols: int, norm: Norm, device: str) -> None:
+    check_accuracy(norm, 1, lambda seed: values.change(random((5, cols), torch.float64, "cpu", seed)).to(device, values.dtype))
+
+
+@pytest.mark.parametrize("is_last", [False, True], ids=["channels_first", "channels_last"])
+@pytest.mark.parametrize("mode", [BATCH, GROUPS, INSTANCE], ids=str)
+@pytest.mark.parametrize("values", VALUES, ids=str)
+def test_values_of_channels(values: Values, mode: Mode, is_last: bool, device: str) -> None:
+    def make(seed: int) -> Arguments:
+        input = values.change(random((4, 6, 9, 10), torch.float64, "cpu", seed)).to(device, values.dtype)
+        return arguments(mode, channel_running.last(input) if is_last else input, seed=seed)
+
+    channel_running.check_accuracy(make)
+
+
+@pytest.mark.parametrize("mean", [1e3, 1e4])
+def test_a_batch_far_from_zero(mean: float, device: str) -> None:
+    """Many values of one channel, whose mean is far above their deviation: sums that run on lose it."""
+
+    def make(seed: int) -> Arguments:
+        return arguments(BATCH, (random((16, 2, 64, 33), torch.float64, "cpu", seed) * 0.1 + mean).to(device, torch.float32))
+
+    channel_running.check_accuracy(make)

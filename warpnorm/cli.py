@@ -1,4 +1,4 @@
-"""The command line: `warpnorm demo`, `bench`, `report`, `explain`, `tune`, `fuzz` and `check`, also as `python -m warpnorm`."""
+"""The command line: `warpnorm demo`, `bench`, `report`, `explain`, `tune`, `fuzz` and `check`; or `python -m warpnorm`."""
 
 import argparse
 import difflib

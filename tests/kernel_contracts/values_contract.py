@@ -41,7 +41,9 @@ VALUES = (
 @pytest.mark.parametrize("cols", [200, 8_201])  # one tile, and a walk
 @pytest.mark.parametrize("values", VALUES, ids=str)
 def test_values_of_rows(values: Values, cols: int, norm: Norm, device: str) -> None:
-    check_accuracy(norm, 1, lambda seed: values.change(random((5, cols), torch.float64, "cpu", seed)).to(device, values.dtype))
+    check_accuracy(
+        norm, 1, lambda seed: values.change(random((5, cols), torch.float64, "cpu", seed)).to(device, values.dtype)
+    )
 
 
 @pytest.mark.parametrize("is_last", [False, True], ids=["channels_first", "channels_last"])
@@ -60,6 +62,8 @@ def test_a_batch_far_from_zero(mean: float, device: str) -> None:
     """Many values of one channel, whose mean is far above their deviation: sums that run on lose it."""
 
     def make(seed: int) -> Arguments:
-        return arguments(BATCH, (random((16, 2, 64, 33), torch.float64, "cpu", seed) * 0.1 + mean).to(device, torch.float32))
+        return arguments(
+            BATCH, (random((16, 2, 64, 33), torch.float64, "cpu", seed) * 0.1 + mean).to(device, torch.float32)
+        )
 
     channel_running.check_accuracy(make)

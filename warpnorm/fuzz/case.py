@@ -61,7 +61,8 @@ class Operand:
         layout = LAYOUTS[self.layout]
         if len(self.shape) < layout.least_dims or 0 in self.shape:
             layout = LAYOUTS["contiguous"]
-        drawn = f"torch.randn({layout.base(self.shape)}, generator=torch.Generator().manual_seed({seed}), dtype=torch.double)"
+        generator = f"torch.Generator().manual_seed({seed})"
+        drawn = f"torch.randn({layout.base(self.shape)}, generator={generator}, dtype=torch.double)"
         drawn = VALUES[self.values].replace("t", drawn, 1)
         drawn = f"({drawn})" if " " in VALUES[self.values] else drawn
         moved = f"{drawn}.to({device!r}, {self.dtype})"
@@ -105,7 +106,13 @@ class Case:
 
     def code(self, device: str, names: Sequence[str]) -> str:
         """To paste: what `names` say is ours beside PyTorch's in float64."""
-        lines = ["import torch", "import torch.nn.functional as F", "", "import warpnorm", "from warpnorm import settings"]
+        lines = [
+            "import torch",
+            "import torch.nn.functional as F",
+            "",
+            "import warpnorm",
+            "from warpnorm import settings",
+        ]
         decorator = "@warpnorm.fuse\n" if self.is_fused else ""
         lines += ["", "", decorator + _definition("ours", self.names, self.ours)]
         lines += ["", "", _definition("theirs", self.names, self.theirs), "", ""]
@@ -123,7 +130,7 @@ class Case:
         return "\n".join(lines)
 
 
-RUNNING = '''
+RUNNING = """
 
 def run(function, operands):
     leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
@@ -135,7 +142,7 @@ def run(function, operands):
     gradients = torch.autograd.grad(grown, [leaves[i] for i in wanted], grads, allow_unused=True) if grown else ()
     return [*(y.detach() for y in outputs), *(g for g in gradients if g is not None)]
 
-'''
+"""
 
 
 @lru_cache(maxsize=64)

@@ -1,5 +1,5 @@
-"""What is wrong with a call, if anything: it changes its inputs, raises where PyTorch does not, gives another dtype, shape or
-bits at a second time, or is further from float64 than the rule allows."""
+"""What is wrong with a call, if anything: it changes its inputs, raises where PyTorch does not, has another dtype or shape,
+other bits at a second time, or is further from float64 than the rule allows."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Calls until the time is up: rounds of a hundred batches, each with a seed of its own, which repeats it. What fails is
+"""Calls until the time is up: rounds of some batches, each with a seed of its own, which repeats it. What fails is
 shrunk, and the rounds go on."""
 
 import time
@@ -71,10 +71,10 @@ def fuzz(
         raise UnavailableError("fuzz needs hypothesis: pip install hypothesis") from error
     strategy = strategies.batches(strategies.Choice.of(words), forced_route(device))
     found, start = Found(seed), time.monotonic()
-    keywords = {
-        "max_examples": BATCHES, "deadline": None, "database": None, "report_multiple_bugs": False,
-        "phases": (Phase.generate, Phase.shrink), "suppress_health_check": list(HealthCheck),
-    }  # fmt: skip
+    chosen = settings(
+        max_examples=BATCHES, deadline=None, database=None, report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
 
     def run_round(own_seed: int) -> None:
         failed: list[tuple[Case, str]] = []  # each simpler than the one before
@@ -102,7 +102,7 @@ def fuzz(
                     raise
 
         try:
-            seeded(own_seed)(settings(**keywords)(given(strategy)(run_batch)))()
+            seeded(own_seed)(chosen(given(strategy)(run_batch)))()
         except TimeIsUpError:
             if not failed:
                 raise

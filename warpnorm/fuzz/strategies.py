@@ -1,5 +1,5 @@
-"""Hypothesis strategies of calls. What is drawn comes in batches: one function with its dtypes and layouts, which may have to
-be compiled, in several sizes, which need not."""
+"""Hypothesis strategies of calls. They come in batches: one function with its dtypes and layouts, which may have to be
+compiled, in several sizes, which need not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -143,7 +143,9 @@ def row_kinds(draw: st.DrawFn, choice: Choice, norm: str) -> Kind:
     of_bias = names[-1] if has_bias else None
     shape = f"x0.shape[-{col_dims}:]"
     given = [f"weight={of_weight}"] * (of_weight is not None) + [f"bias={of_bias}"] * has_bias + [f"eps={eps}"]
-    extra = {"weight_offset": ["weight_offset=1.0"], "return_stats": ["return_stats=True"], "out": ["out=y"]}.get(option, [])
+    extra = {"weight_offset": ["weight_offset=1.0"], "return_stats": ["return_stats=True"], "out": ["out=y"]}.get(
+        option, []
+    )
     shown = f"normalized_dim=-{col_dims}" if option == "normalized_dim" else shape
     ours = f"return warpnorm.{norm}(x0, {', '.join([shown, *given, *extra])})"
     if option == "out":

@@ -3,7 +3,7 @@ reaches PyTorch's dispatcher is written down. As `make_fx` does, without the sec
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ def probe_dtypes(dtypes: Sequence[torch.dtype], compute: torch.dtype) -> tuple[t
     return tuple(compute if dtype.is_floating_point else dtype for dtype in dtypes)
 
 
-@cache
+@lru_cache(maxsize=4096)
 def forward_graphs(
     prologue: Prologue, epilogue: Epilogue, dtypes: tuple[torch.dtype, ...], compute: torch.dtype
 ) -> tuple[Graph, Graph]:

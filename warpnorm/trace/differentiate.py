@@ -1,7 +1,7 @@
 """The gradients of a pointwise function as one more pointwise graph, from PyTorch's own derivatives."""
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ def vjp(
     return pointwise(gradients, (*inputs, *grad_outputs), (*dtypes, *[compute] * len(grad_outputs)))
 
 
-@cache
+@lru_cache(maxsize=4096)
 def backward_graphs(
     prologue: Prologue,
     epilogue: Epilogue,

@@ -19,10 +19,10 @@ PLAIN = ("plain", "rms_norm", "float32", "contiguous")
 
 @pytest.mark.parametrize("words", [("plain",), ("fused", "rms_norm", "batch_norm", "float32")], ids=" ".join)
 def test_a_short_run_finds_nothing(words: tuple[str, ...]) -> None:
-    found = run.fuzz(60, 3, "cpu", words, batches=4)
+    found = run.fuzz(60, 3, "cpu", words, batches=3)
     assert found.failures == [], [(failure.why, failure.code) for failure in found.failures]
-    assert found.batches == 4
-    assert found.cases > 40
+    assert found.batches == 3
+    assert found.cases > 20
 
 
 def test_a_seed_repeats_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +102,15 @@ def test_what_a_check_sees(what: str) -> None:
             check.check(WRONG[what].seeded(4), "cpu")
     assert what in str(raised.value)
     assert torch.are_deterministic_algorithms_enabled() is False
+
+
+def test_what_a_dtype_cannot_hold_is_no_error() -> None:
+    """The gradient of a float16 weight, where every input is close to 1e-18: it rounds to zero."""
+    call = "{0}.batch_norm(x0, None, None, training=True, weight=x1)"
+    operands = (Operand((9, 1), F32, values="tiny"), Operand((1,), torch.float16))
+    check.check(
+        Case("return " + call.format("warpnorm"), "return " + call.format("F"), operands, is_widened=True), "cpu"
+    )
 
 
 @pytest.mark.parametrize("values", VALUES)

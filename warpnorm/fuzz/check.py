@@ -128,8 +128,8 @@ def _why_wrong(
         return None
     sizes = torch.stack([t[name][mask] for t in narrow]).abs()
     scale = Error(float(sizes.square().mean().sqrt()) or 1.0, float(sizes.max()) or 1.0)
-    of_ours = [_error(r[name], t[name], mask, scale) for r, t in zip(ours, truths, strict=True)]
-    of_theirs = [_error(r[name], t[name], mask, scale) for r, t in zip(theirs, narrow, strict=True)]
+    of_ours = [_error(r[name], t[name], mask, scale, dtype) for r, t in zip(ours, truths, strict=True)]
+    of_theirs = [_error(r[name], t[name], mask, scale, dtype) for r, t in zip(theirs, narrow, strict=True)]
     unit = 2 * EPS_RATIO if dtype == torch.float64 else 1.0
     # The truth of float64 is off itself, by roundings of its sums, which PyTorch's of float32 on a CPU have not
     own = 4 * torch.finfo(dtype).eps / 2 if dtype == torch.float64 else 0.0
@@ -137,9 +137,11 @@ def _why_wrong(
     return why_inaccurate(name, Error(*map(median, zip(*of_ours, strict=True))), allowed, dtype)
 
 
-def _error(result: torch.Tensor, truth: torch.Tensor, mask: torch.Tensor, scale: Error) -> Error:
+def _error(result: torch.Tensor, truth: torch.Tensor, mask: torch.Tensor, scale: Error, dtype: torch.dtype) -> Error:
     error = (result.cpu().double() - truth)[mask]
     error = error[error.isfinite()]  # PyTorch's may be past the end at another scale
+    info = torch.finfo(dtype)
+    error[error.abs() <= info.tiny * info.eps] = 0  # one rounding, where the dtype has nothing in between
     if error.numel() == 0:
         return Error(0.0, 0.0)
     return Error(float(error.square().mean().sqrt()) / scale.mean, float(error.abs().max()) / scale.largest)

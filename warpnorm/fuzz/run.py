@@ -13,7 +13,7 @@ from warpnorm.errors import UnavailableError, WarpnormError
 from warpnorm.fuzz.case import Case
 from warpnorm.fuzz.check import WrongError, check, forced_route, names_of, poisoned
 
-BATCHES = 40  # in a round
+BATCHES = 9  # in a round; from 10 on hypothesis begins with small ones
 SHRINKING = 120.0  # seconds at most for one failure
 MOST_FAILURES = 10
 

@@ -19,10 +19,10 @@ PLAIN = ("plain", "rms_norm", "float32", "contiguous")
 
 @pytest.mark.parametrize("words", [("plain",), ("fused", "rms_norm", "batch_norm", "float32")], ids=" ".join)
 def test_a_short_run_finds_nothing(words: tuple[str, ...]) -> None:
-    found = run.fuzz(60, 3, "cpu", words, batches=3)
+    found = run.fuzz(60, 3, "cpu", words, batches=2)
     assert found.failures == [], [(failure.why, failure.code) for failure in found.failures]
-    assert found.batches == 3
-    assert found.cases > 20
+    assert found.batches == 2
+    assert found.cases > 2
 
 
 def test_a_seed_repeats_a_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,12 @@
 `pipeline.py` is the map of what happens in one call.
 """
 
+import torch
+
+from warpnorm.version import VERSION, require_torch
+
+require_torch(torch.__version__)  # before anything that an older one does not have
+
 from warpnorm import nn, parallel
 from warpnorm.errors import (
     FusionError,
@@ -17,7 +23,6 @@ from warpnorm.explain import explain
 from warpnorm.functional import batch_norm, group_norm, instance_norm, layer_norm, rms_norm
 from warpnorm.fuse import fuse
 from warpnorm.integrate.patch import patch, unpatch
-from warpnorm.version import VERSION
 
 __version__ = VERSION
 __all__ = [

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import pipeline, settings
+from warpnorm import folder, pipeline, settings
 from warpnorm.codegen import pointwise
 from warpnorm.errors import InputError
 from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, is_large_call, leader
@@ -71,12 +71,14 @@ class Explanation:
     forward: Direction
     backward: Direction | None
     is_assumed: bool = False  # the target, for tensors on no GPU
+    refusal: str = ""  # why nothing is kept in the cache folder
 
     def __str__(self) -> str:
         lines = [
             f"{self.name}: {self.norm}",
             f"runs       {self.route}",
             f"target     {self.target}" + ", assumed: the tensors are on no GPU" * self.is_assumed,
+            *[f"cache      a temporary folder, since {self.refusal}"] * bool(self.refusal),
             "",
             "operands",
             *(f"  {operand}" for operand in self.operands),
@@ -187,6 +189,7 @@ def _explanation(
         forward=forward,
         backward=backward,
         is_assumed=is_here and device_at_hand.type != "cuda",
+        refusal=folder.refusal(settings.current().cache_dir),
     )
 
 
@@ -208,7 +211,7 @@ def _route(tensors: Sequence[torch.Tensor], device: torch.device, call: Call) ->
         return "as plain PyTorch, because the setting WARPNORM_ROUTE is reference"
     why = "its tensors have no elements" if leader(tensors).numel() == 0 else f"its tensors are on {device}"
     if device.type == "cuda" and not pipeline.has_triton():
-        why = "Triton is not installed"
+        why = pipeline.why_no_triton()
     if device.type == "cpu" and leader(tensors).numel() > 0:
         is_small = "its rows are so small that this is quicker"
         why = pipeline.why_no_compiler() if is_large and not pipeline.has_compiler() else is_small

@@ -5,7 +5,6 @@ import copy
 import functools
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from math import prod
@@ -17,6 +16,7 @@ from torch.utils import _pytree as pytree
 from warpnorm import compiled, functional, pipeline, reference, repeat
 from warpnorm.errors import InputError, InputTypeError
 from warpnorm.launch.call_text import NORMS
+from warpnorm.locks import Lock
 from warpnorm.parallel import exchange, split
 from warpnorm.parallel import functional as parallel
 from warpnorm.problem import Call, Running
@@ -64,7 +64,7 @@ class Fused:
         self._captured: dict[Any, list[fusion.Captured]] = {}
         self._prepared: dict[Any, Prepared] = {}
         self._differentiable: set[Any] = set()
-        self._lock = threading.RLock()
+        self._lock = Lock()
         functools.update_wrapper(self, function, updated=())
         self.__wrapped__ = function
 

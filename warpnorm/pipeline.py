@@ -6,12 +6,14 @@
 walk that line once for each exact layout of the tensors; what they return is cached, and only launches. Underneath, kernels
 are compiled once for each problem, and a problem knows no row count."""
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
-from warpnorm import settings
+from warpnorm import settings, version
 from warpnorm.errors import UnavailableError
 from warpnorm.launch.autograd import Normalization
 from warpnorm.norms import BATCH_NORM, GROUP_NORM, Norm
@@ -58,7 +60,7 @@ def route(input: torch.Tensor, *parameters: torch.Tensor | float | None, is_larg
     forced = settings.current().route
     if forced == "kernels":
         if not has_triton():
-            raise UnavailableError("the kernels need Triton, which is not installed; or set WARPNORM_ROUTE=auto")
+            raise UnavailableError(f"the kernels cannot run: {why_no_triton()}; or set WARPNORM_ROUTE=auto")
         if not (input.is_cuda or settings.is_interpreting()):
             raise UnavailableError(
                 f"the kernels need a GPU, but input is on {input.device}; or set WARPNORM_ROUTE=auto"
@@ -185,12 +187,31 @@ def is_left_alone(tensors: Sequence[torch.Tensor | float | None]) -> bool:
 
 @settings.constant
 def has_triton() -> bool:
-    return _has_triton()
+    return not why_no_triton()
 
 
 @cache
-def _has_triton() -> bool:
-    return sys.platform == "linux" and find_spec("triton") is not None
+def why_no_triton() -> str:
+    """Why no kernel can be compiled, if so. Its version is read, not imported, which would take as long as a call."""
+    spec = find_spec("triton") if sys.platform == "linux" else None
+    if spec is None or spec.origin is None:
+        return "Triton is not installed"
+    found = re.search(r"""^__version__ = ['"](.*)['"]""", Path(spec.origin).read_text(), re.MULTILINE)
+    if found and version.numbers(found[1]) < version.TRITON:
+        return f"they need Triton {version.spelled(version.TRITON)} or later, but {found[1]} is installed"
+    return ""
+
+
+def binder() -> Any:
+    """`codegen.bind`, which imports Triton."""
+    try:
+        from warpnorm.codegen import bind
+    except ImportError as error:
+        raise UnavailableError(
+            f"the installed Triton is not one that the kernels are written for: {error}; install "
+            f"{version.spelled(version.KNOWN_TRITON)}, or set WARPNORM_ROUTE=reference"
+        ) from error
+    return bind
 
 
 def normalize(
@@ -356,7 +377,7 @@ def prepare_forward(
             return run.prepare_forward(problem, space, call.eps)
         except (build.CompilerError, OSError) as error:
             return fallback.FallbackForward(call, str(error))
-    from warpnorm.codegen import bind
+    bind = binder()
     from warpnorm.launch.forward import ForwardLaunch
 
     target = devices.of(device)
@@ -392,7 +413,7 @@ def prepare_backward(
             return run.prepare_backward(problem, space)
         except (build.CompilerError, OSError) as error:
             return fallback.FallbackBackward(call, problem, str(error))
-    from warpnorm.codegen import bind
+    bind = binder()
     from warpnorm.launch.backward import BackwardLaunch
 
     target = devices.of(device)

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "warpnorm"
 FILES = sorted(ROOT.rglob("*.py"))
 LINE = (
-    "errors, settings < problem, norms, space < reference, trace < plan < kernels < codegen < launch, cpu < pipeline"
-    " < library < repeat < functional < parallel < fuse, explain < blocks < nn < integrate < bench, fuzz < cli"
+    "errors, settings, locks, folder < problem, norms, space < reference, trace < plan < kernels < codegen < launch, cpu"
+    " < pipeline < library < repeat < functional < parallel < fuse, explain < blocks < nn < integrate < bench, fuzz < cli"
 )
 LEVEL = {name.strip(): level for level, names in enumerate(LINE.split("<")) for name in names.split(",")}
 LEVEL |= {
@@ -31,6 +31,8 @@ NEIGHBOURS = {
     ("fuse", "compiled"),
     ("explain", "fuse"),
     ("settings", "errors"),
+    ("folder", "settings"),
+    ("folder", "locks"),
 }  # who may import whom on one level
 LONGEST_FILE = 500  # lines
 

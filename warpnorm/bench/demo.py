@@ -57,7 +57,7 @@ def _path(device: str) -> str:
     if device == "cuda" and pipeline.has_triton():
         return "Run by warpnorm's Triton kernels: rows by one forward, one and a small sum backward; channels by a few each."
     if device == "cuda":
-        return "Run by PyTorch's own operators: Triton is not installed."
+        return f"Run by PyTorch's own operators: {pipeline.why_no_triton()}."
     if pipeline.has_compiler():
         return "Run by native code, built by the system's C compiler: there is no GPU here."
     return f"Run by PyTorch's own operators, at their speed: there is no GPU here, and {pipeline.why_no_compiler()}."

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from warpnorm import functional, pipeline, repeat, settings
+from warpnorm import folder, functional, pipeline, repeat, settings
 from warpnorm.bench import cases
 from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, FORWARD, NHWC, BenchCase, Workload
 from warpnorm.bench.draw import Drawing
@@ -94,12 +94,13 @@ def findings() -> Iterator[tuple[str, str, bool]]:
     yield from _native()
     yield from _gpus()
     yield "launcher", *_launcher()
-    yield "cache folder", _cache(settings.current().cache_dir), True
+    kept = settings.current().cache_dir
+    yield "cache folder", folder.refusal(kept) or _cache(kept), not folder.refusal(kept)
 
 
 def _triton() -> str:
     if not pipeline.has_triton():
-        return "not installed: GPUs run PyTorch's own operators"
+        return f"{pipeline.why_no_triton()}: GPUs run PyTorch's own operators"
     import triton
 
     return str(triton.__version__)
@@ -163,11 +164,11 @@ def _tried(device: str, route: str) -> tuple[str, bool]:
     return "builds and runs, forward and backward", True
 
 
-def _cache(folder: Path) -> str:
+def _cache(kept: Path) -> str:
     try:
-        sizes = [path.stat().st_size for path in folder.iterdir() if path.is_file()]
+        sizes = [path.stat().st_size for path in kept.iterdir() if path.is_file()]
     except FileNotFoundError:
-        return f"{folder}, not there yet"
+        return f"{kept}, not there yet"
     except OSError as error:
-        return f"{folder}: {error}"
-    return f"{folder}, {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"
+        return f"{kept}: {error}"
+    return f"{kept}, {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB"

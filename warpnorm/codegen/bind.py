@@ -1,7 +1,6 @@
 """A hand-written kernel, the functions generated for a problem, and a plan become something to launch. Triton's own guesses
 about arguments play no part: what the compiler is told about alignment and divisors is what the problem says."""
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from types import ModuleType
@@ -18,6 +17,7 @@ from warpnorm.kernels.held import held_backward_kernel, held_forward_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
 from warpnorm.kernels.team import team_backward_kernel, team_forward_kernel
+from warpnorm.locks import Lock
 from warpnorm.plan import grid
 from warpnorm.plan.device import Device
 from warpnorm.plan.grid import LARGEST_MERGE, merge_rows
@@ -50,7 +50,7 @@ COMPUTE = {torch.float64: tl.float64, torch.float32: tl.float32}
 MERGED = 512  # elements of a block of rows and their pieces, at the most: others need the registers
 ALIGNED = VECTOR_BYTES  # PyTorch's allocators align what we allocate ourselves
 
-_lock = threading.RLock()
+_lock = Lock()
 
 
 def _once(build: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,17 +1,16 @@
-"""Generated source becomes a module. Triton reads the source of a function from its file, so there is one, named by the
-hash of its text; a damaged or foreign file is rewritten, never run."""
+"""Generated source becomes a module, with a file named by the hash of its text for whoever looks at it: debuggers,
+tracebacks. Neither Python nor Triton reads the file: what runs is the text."""
 
 import hashlib
-import os
-import tempfile
-import threading
+import linecache
 from pathlib import Path
 from types import ModuleType
 
-from warpnorm import settings
+from warpnorm import folder
+from warpnorm.locks import Lock
 
 _modules: dict[str, ModuleType] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def load(source: str) -> ModuleType:
@@ -24,33 +23,29 @@ def load(source: str) -> ModuleType:
 
 def _write(source: str) -> Path:
     name = f"pointwise_{hashlib.sha256(source.encode()).hexdigest()[:24]}.py"
-    try:
-        return _write_in(settings.current().cache_dir, name, source)
-    except OSError:  # a read-only or full home: Triton needs the file only until the module is imported
-        return _write_in(Path(tempfile.mkdtemp(prefix="warpnorm-")), name, source)
+    for find in (folder.made, folder.private):  # the second for a read-only or full home
+        try:
+            return _write_in(find(), name, source)
+        except OSError:
+            continue
+    return Path(name)  # nothing can be written anywhere, and nobody has to
 
 
-def _write_in(folder: Path, name: str, source: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path = folder / name
+def _write_in(home: Path, name: str, source: str) -> Path:
+    path = home / name
     try:
         if path.read_text() == source:
             return path
     except (OSError, UnicodeDecodeError):
         pass
-    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")  # readable by the user alone
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(source)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    folder.write(path, source)
     return path
 
 
 def _import(source: str, path: Path) -> ModuleType:
-    """Runs the text itself, so that neither the file nor a bytecode file beside it can put in anything else."""
+    """Runs the text itself, so that neither the file nor a bytecode file beside it can put in anything else; Triton, which
+    asks for the lines of the file, is given those of the text."""
+    linecache.cache[str(path)] = (len(source), None, source.splitlines(keepends=True), str(path))
     module = ModuleType(f"warpnorm_generated.{path.stem}")
     module.__file__ = str(path)
     exec(compile(source, str(path), "exec"), module.__dict__)

@@ -8,8 +8,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from warpnorm import version
+from warpnorm.errors import UnavailableError
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import HELD, TEAM, Plan
+
+MESSAGE = 400  # characters of the compiler's
 
 
 class Argument:
@@ -42,8 +46,8 @@ class BoundKernel:
         if not device.is_interpreter:
             signature = {name: _types(argument) for name, argument in arguments.items()}
             signature |= dict.fromkeys(constants, "constexpr")
-            source = ASTSource(kernel, signature, constants, _attributes(arguments))
-            target = GPUTarget(device.backend, device.arch, device.warp_size)
+            source = (kernel, signature, constants, _attributes(arguments))
+            target = (device.backend, device.arch, device.warp_size)
             options = {"num_warps": plan.warps, "enable_fp_fusion": has_fused_multiply_add}
             if plan.pattern == TEAM or (plan.pattern == HELD and plan.splits > 1):
                 options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
@@ -51,7 +55,7 @@ class BoundKernel:
                     options["maxnreg"] = device.registers(plan.per_unit * plan.warps)
             if constants.get("IS_CHAINED"):
                 options["launch_pdl"] = True
-            self.compiled = triton.compile(source, target=target, options=options)
+            self.compiled = _compile(source, target, options)
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """The device of the arguments must be the current one."""
@@ -63,6 +67,18 @@ class BoundKernel:
             self.compiled[(*grid, 1, 1)[:3]](*arguments, *self.constants.values())
             if not self._is_known:
                 self._is_known, self._direct = True, _direct(self.compiled, tuple(self.constants.values()))
+
+
+def _compile(source: tuple[Any, ...], target: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    try:
+        return triton.compile(ASTSource(*source), target=GPUTarget(*target), options=options)
+    except Exception as error:
+        if version.numbers(triton.__version__) <= version.KNOWN_TRITON:
+            raise
+        raise UnavailableError(
+            f"Triton {triton.__version__} does not compile {source[0].__name__}: {str(error)[:MESSAGE]}; install "
+            f"{version.spelled(version.KNOWN_TRITON)}, or set WARPNORM_ROUTE=reference"
+        ) from error
 
 
 def _has_hooks() -> bool:

@@ -8,12 +8,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import threading
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from warpnorm import settings
+from warpnorm import folder, settings
+from warpnorm.locks import Lock
 
 COMPILERS = ("cc", "gcc", "clang")
 # Neither errno nor traps, which keep loops from being vectorized; NaN and infinities stay what they are
@@ -21,9 +21,10 @@ FLAGS = ("-O3", "-std=gnu11", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping
 # Functions of the C library for whole vectors, where it has all of them
 VECTOR_MATH, VECTOR_LIBRARY, VECTOR_SINCE = "-DVECTOR_MATH", "-lmvec", (2, 35)
 HERE = Path(__file__).parent
+ROOM = 1 << 20  # bytes, more than a library has
 
 _libraries: dict[str, ctypes.CDLL] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 class CompilerError(RuntimeError):
@@ -88,21 +89,21 @@ def load(source: str) -> ctypes.CDLL:
 def _load(source: str) -> ctypes.CDLL:
     text = source.replace('#include "pointwise.h"', (HERE / "pointwise.h").read_text())
     key = hashlib.sha256("\0".join([text, *_command(), _version(), _processor()]).encode()).hexdigest()[:32]
-    folder, name = settings.current().cache_dir, f"native_{key}.so"
+    name = f"native_{key}.so"
     try:
-        return ctypes.CDLL(str(folder / name))
-    except OSError:  # not there, or damaged
+        found = folder.current() / name
+        if folder.is_sealed(found):
+            return ctypes.CDLL(str(found))
+    except OSError:  # of another system, or nothing is run from there
         pass
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return ctypes.CDLL(str(_build(text, folder, folder / name)))
-    except OSError:  # a read-only or full home
-        scratch = Path(tempfile.mkdtemp(prefix="warpnorm-"))
-        return ctypes.CDLL(str(_build(text, scratch, scratch / name)))
+        return ctypes.CDLL(str(_build(text, folder.made() / name)))
+    except OSError:  # a read-only or full home, one that is deleted meanwhile, or one that nothing is run from
+        return ctypes.CDLL(str(_build(text, folder.private() / name)))
 
 
-def _build(text: str, folder: Path, path: Path) -> Path:
-    with tempfile.TemporaryDirectory(dir=folder, prefix="build-") as scratch:  # for the user alone
+def _build(text: str, path: Path) -> Path:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-", ignore_cleanup_errors=True) as scratch:
         source, built = Path(scratch) / "code.c", Path(scratch) / "code.so"
         source.write_text(text)
         command = [*_command(), str(source), "-o", str(built), "-lm", "-lpthread"]
@@ -112,8 +113,10 @@ def _build(text: str, folder: Path, path: Path) -> Path:
             command = [word for word in command if word not in (VECTOR_MATH, VECTOR_LIBRARY)]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
+            (Path(scratch) / "room").write_bytes(bytes(ROOM))  # an error of its own where the disk is full
             said = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise CompilerError(said[0] if said else f"exit status {done.returncode}")
+        folder.seal(built)
         os.replace(built, path)
     return path
 

@@ -28,10 +28,13 @@ class FallbackForward:
                 output.copy_(result)
             if running is not None:
                 kept, *gained = running.factors
-                for name, buffer, factor in zip(
-                    ("mean", "variance"), (running.mean, running.variance), gained, strict=True
-                ):
-                    buffer.copy_(buffer * kept + found[name] * factor)
+                buffers = running.mean, running.variance
+                averaged = [
+                    buffer * kept + found[name] * factor
+                    for name, buffer, factor in zip(("mean", "variance"), buffers, gained, strict=True)
+                ]
+                for buffer, value in zip(buffers, averaged, strict=True):  # where memory ends, neither is written
+                    buffer.copy_(value)
         return tuple(found[name] for name in norm.statistics)
 
 

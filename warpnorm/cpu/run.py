@@ -44,7 +44,7 @@ def prepare_forward(problem: ForwardProblem, space: Space, eps: float) -> "Nativ
     if _is_across(problem):
         first, merge = (_function(text, name) if problem.norm.is_computed else 0 for name in ("first", "merge"))
         return AcrossForward(problem, space, first, merge, _function(text, "last"), eps)
-    return NativeForward(problem, space, _function(text, "forward"), eps)
+    return NativeForward(problem, space, _function(text, "forward"), eps, "alloc(" in text)
 
 
 def prepare_backward(problem: BackwardProblem, space: Space) -> "NativeBackward | AcrossBackward":
@@ -110,7 +110,7 @@ class _Launch:
             reals = _in_memory(eps, *factors, *(o for o in operands if isinstance(o, float)))
         pointed = (ctypes.c_void_p * len(pointers))(*pointers)
         if _pool()(function, pointed, numbers, reals, parts):
-            raise MemoryError("there is no memory for the elements of a row that native code has to keep")
+            raise torch.OutOfMemoryError("there is no memory for the elements of a row that native code has to keep")
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ class NativeForward(_Launch):
     problem: ForwardProblem
     function: int
     eps: float
+    has_arrays: bool = False  # for which there may be no memory
 
     def __call__(
         self,
@@ -141,7 +142,13 @@ class NativeForward(_Launch):
         memory.ask_for_huge_pages(outputs, parts if self.problem.norm.is_by_channel else 1)
         averaged = () if running is None else (running.mean, running.variance)
         factors = NO_FACTORS if running is None else running.factors
-        self.run(self.function, operands, (*outputs, *statistics, *averaged), parts, self.eps, factors)
+        before = [t.clone() for t in averaged] if self.has_arrays else []
+        try:
+            self.run(self.function, operands, (*outputs, *statistics, *averaged), parts, self.eps, factors)
+        except torch.OutOfMemoryError:  # of one part, while others have averaged their rows
+            for t, value in zip(averaged, before, strict=True):
+                t.copy_(value)
+            raise
 
     def described(self, operands: int, outputs: int) -> tuple[Any, ...] | None:
         """This call, of as many tensors, as the compiled launcher takes it; nothing where its memory is looked after."""

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import settings
+from warpnorm import folder, settings
 from warpnorm.errors import UnavailableError
 
 NAME = "warpnorm_launcher"
@@ -50,7 +50,7 @@ def find(set_up: Callable[[Any], None], calls: int) -> Any:
         raise UnavailableError(f"there is no compiled launcher: {why_not}; or set WARPNORM_LAUNCHER=auto")
     if module is None and not why_not and _thread is None and (calls == 1 or calls >= MANY_CALLS):
         with _lock:
-            if module is None and not _load(library(), set_up) and calls >= MANY_CALLS:
+            if module is None and not _load_kept(set_up) and calls >= MANY_CALLS:
                 _start(set_up)
     return module
 
@@ -59,17 +59,24 @@ def prepare(set_up: Callable[[Any], None]) -> str:
     """Builds the launcher where it is not there yet, and waits for it; says why there is none, if so."""
     if module is None and not why_not:
         with _lock:
-            if module is None and not _load(library(), set_up) and _thread is None:
+            if module is None and not _load_kept(set_up) and _thread is None:
                 _start(set_up)
         if _thread is not None:
             _thread.join()
     return why_not
 
 
+def _load_kept(set_up: Callable[[Any], None]) -> bool:
+    try:
+        return _load(library(), set_up)
+    except OSError:  # there is no folder that could hold it
+        return False
+
+
 def _load(path: Path, set_up: Callable[[Any], None]) -> bool:
-    """From the disk, where it lies there."""
+    """From the disk, where it lies there, whole."""
     global module
-    if not path.exists():
+    if not folder.is_sealed(path):
         return False
     try:
         spec = spec_from_loader(NAME, ExtensionFileLoader(NAME, str(path)))
@@ -86,7 +93,7 @@ def _load(path: Path, set_up: Callable[[Any], None]) -> bool:
 
 def library() -> Path:
     """Where it lies, named by whatever it depends on."""
-    return settings.current().cache_dir / f"launcher_{_name()}.so"
+    return folder.current() / f"launcher_{_name()}.so"
 
 
 @cache
@@ -106,7 +113,11 @@ def _start(set_up: Callable[[Any], None]) -> None:
     if sys.platform != "linux" or found is None:
         why_not = no_compiler()
         return
-    path, command = library(), _command(found)  # of the settings as they are now
+    try:
+        path, command = library(), _command(found)  # of the settings as they are now
+    except OSError as error:
+        why_not = f"no folder can hold it: {error}"
+        return
 
     def work() -> None:
         global why_not
@@ -114,10 +125,8 @@ def _start(set_up: Callable[[Any], None]) -> None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
                 _make(path, command, set_up)
-            except OSError:  # a read-only or full home
-                folder = tempfile.mkdtemp(prefix="warpnorm-")
-                atexit.register(shutil.rmtree, folder, ignore_errors=True)
-                _make(Path(folder) / "launcher.so", command, set_up)
+            except OSError:  # a read-only or full home, or one that is deleted meanwhile
+                _make(folder.private() / "launcher.so", command, set_up)
         except Exception as error:  # nobody would see it
             why_not = f"{found} does not build it: {error}"
 
@@ -177,6 +186,7 @@ def _build(path: Path, command: Sequence[str]) -> None:
             if status == 0:
                 status, said = _run([command[0], "-shared", part, "-o", built, *_libraries()])
             if status == 0:
+                folder.seal(Path(built))
                 os.replace(built, path)
                 return
             if status < 0:  # it was killed

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from warpnorm.locks import Lock
 from warpnorm.problem import Epilogue, Graph, Prologue, operand_name
 from warpnorm.trace import operators, store
 from warpnorm.trace.graph import from_fx
@@ -19,7 +20,7 @@ aten = torch.ops.aten
 # Full shape for every input: the sums over broadcast axes are the kernel's work, not the graph's.
 PROBE_SHAPE = (2, 3)
 
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def pointwise(function: Callable[..., Any], inputs: Sequence[str], dtypes: Sequence[torch.dtype]) -> Graph:

@@ -3,8 +3,6 @@ A file holds names and numbers alone; one that is damaged, or says what it may n
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -13,7 +11,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import settings
+from warpnorm import folder
 from warpnorm.problem import Graph, Literal, Node, Value
 from warpnorm.trace.operators import C
 from warpnorm.version import VERSION
@@ -24,14 +22,14 @@ HERE = Path(__file__).parent
 def kept(what: tuple[Any, ...], trace: Callable[[], tuple[Graph, ...]]) -> tuple[Graph, ...]:
     """The graphs of `what`, whose text says all that they depend on."""
     key = hashlib.sha256("\0".join([*map(repr, what), torch.__version__, _version()]).encode()).hexdigest()[:32]
-    path = settings.current().cache_dir / f"graphs_{key}.json"
+    name = f"graphs_{key}.json"
     try:
-        return tuple(map(_graph, json.loads(path.read_text())))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # not there, or damaged
+        return tuple(map(_graph, json.loads((folder.current() / name).read_text())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not there, or damaged
         pass
     graphs = trace()
     with suppress(OSError):  # a read-only or full home
-        _write(path, json.dumps([_record(graph) for graph in graphs]))
+        folder.write(folder.made() / name, json.dumps([_record(graph) for graph in graphs]))
     return graphs
 
 
@@ -40,18 +38,6 @@ def _version() -> str:
     """Of all that makes graphs."""
     files = [*sorted(HERE.glob("*.py")), HERE.parent / "reference.py"]
     return VERSION + hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")  # readable by the user alone
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
 
 
 def _record(graph: Graph) -> dict[str, Any]:

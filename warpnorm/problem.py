@@ -39,6 +39,9 @@ class Literal:
 
     @staticmethod
     def of(value: float | int | bool) -> "Literal":
+        """Of the number itself, however a class of its own would spell it: the text becomes source."""
+        if not isinstance(value, bool):
+            value = int.__int__(value) if isinstance(value, int) else float.__float__(value)
         return Literal(repr(value), value)
 
     def __str__(self) -> str:

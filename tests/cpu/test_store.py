@@ -57,8 +57,11 @@ def test_what_was_traced_is_not_traced_again(tmp_path: Path) -> None:
         lambda text: text.replace('"t0"', '"abort(), t0"', 1),
         lambda text: text.replace('"t2", [', '"nobody", ['),
         lambda text: text.replace("3", "3; abort()"),
+        lambda text: text.replace('"operand0"', '"operand0 + abort()"'),
+        lambda text: text.replace('["t1", ["3"]]', '["t1"]'),
+        lambda text: "[" * 100_000,
     ],
-    ids=["cut", "empty", "other", "operator", "dtype", "name", "unknown", "number"],
+    ids=["cut", "empty", "other", "operator", "dtype", "name", "unknown", "number", "input", "fewer", "deep"],
 )
 def test_what_is_damaged_is_traced_anew(damage, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     trace = Traced()

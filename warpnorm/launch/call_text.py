@@ -56,7 +56,7 @@ def read(text: str) -> tuple[Call, tuple[torch.dtype, ...]]:
         if len(dtypes) != sum(axes != NUMBER for axes in call.axes):
             raise _UnwritableError(f"it has axes for other operands than {len(dtypes)}")
         return call, dtypes
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
         raise InputError(f"this is not the text of a call that this version of warpnorm knows: {error}") from None
 
 

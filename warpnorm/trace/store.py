@@ -3,6 +3,7 @@ A file holds names and numbers alone; one that is damaged, or says what it may n
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -13,10 +14,11 @@ import torch
 
 from warpnorm import folder
 from warpnorm.problem import Graph, Literal, Node, Value
-from warpnorm.trace.operators import C
+from warpnorm.trace.operators import TRITON, C, is_cast
 from warpnorm.version import VERSION
 
 HERE = Path(__file__).parent
+NAME = re.compile(r"[a-z_]+[0-9]*", re.ASCII)  # as our own are: they become source
 
 
 def kept(what: tuple[Any, ...], trace: Callable[[], tuple[Graph, ...]]) -> tuple[Graph, ...]:
@@ -53,15 +55,22 @@ def _graph(record: dict[str, Any]) -> Graph:
     nodes = []
     for name, operator, args, dtype in record["nodes"]:
         kind = getattr(torch, dtype.removeprefix("torch."))
-        if not (isinstance(kind, torch.dtype) and operator in C and name.isidentifier()):
+        if not (isinstance(kind, torch.dtype) and operator in C and len(args) == _arity(operator)):
             raise ValueError(operator)
         nodes.append(Node(name, operator, tuple(map(_value, args)), kind))
     known = {*record["inputs"], *(node.name for node in nodes)}
+    if not all(NAME.fullmatch(name) for name in known):
+        raise ValueError("what is no name")
     outputs = tuple(map(_value, record["outputs"]))
     used = [value for values in (*(node.args for node in nodes), outputs) for value in values]
     if not all(isinstance(value, Literal) or value in known for value in used):
         raise ValueError("an unknown name")
     return Graph(tuple(record["inputs"]), tuple(nodes), outputs)
+
+
+@cache
+def _arity(operator: str) -> int:
+    return 1 if is_cast(operator) else len(set(re.findall(r"\{\d\}", TRITON[operator])))
 
 
 def _value(record: str | list[str]) -> Value:

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 RUN := $(VENV)/bin/python -m
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test lint docs audit clean
 
 demo: $(VENV)/.installed
 	$(RUN) warpnorm demo
@@ -21,6 +21,13 @@ docs: $(VENV)/.documented
 	$(RUN) sphinx --quiet --fresh-env --fail-on-warning --keep-going --doctree-dir build/doctrees docs site
 	@echo "the site is $(CURDIR)/site/index.html"
 
+# Known weaknesses and licences of what is installed, which asks a database elsewhere: no part of `make test`
+audit: $(VENV)/.audited
+	$(VENV)/bin/pip-audit --local --skip-editable
+	$(VENV)/bin/pip-licenses --from=mixed --order=license --fail-on='$(REFUSED_LICENCES)'
+
+REFUSED_LICENCES := GNU General Public License v3 (GPLv3);GNU Affero General Public License v3;GPL-3.0-only;AGPL-3.0-only
+
 PIP := $(RUN) pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
 INSTALL := $(PIP) '.[test]'
 
@@ -31,6 +38,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt constraints-triton.txt
 
 $(VENV)/.documented: $(VENV)/.installed
 	$(PIP) '.[docs]'
+	touch $@
+
+$(VENV)/.audited: $(VENV)/.installed
+	$(PIP) '.[audit]'
 	touch $@
 
 clean:

@@ -15,6 +15,9 @@ test_channel_*  batch, group and instance norm: functions, refusals, modules
 test_fakes      what a function is recorded on
 test_report     the documents that are made of result files
 test_docs       what README and docs say, and that their code runs
+test_faults     what goes wrong around a call, brought about on purpose
+test_security   what may become code, and from where code is run
+test_compatibility  what docs/stability.md promises
 test_cache      files of generated source
 test_problem    collapsed axes, strides and their classes
 """

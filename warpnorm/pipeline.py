@@ -60,7 +60,7 @@ def route(input: torch.Tensor, *parameters: torch.Tensor | float | None, is_larg
     forced = settings.current().route
     if forced == "kernels":
         if not has_triton():
-            raise UnavailableError(f"the kernels cannot run: {why_no_triton()}; or set WARPNORM_ROUTE=auto")
+            raise UnavailableError(f"the kernels need Triton to run: {why_no_triton()}; or set WARPNORM_ROUTE=auto")
         if not (input.is_cuda or settings.is_interpreting()):
             raise UnavailableError(
                 f"the kernels need a GPU, but input is on {input.device}; or set WARPNORM_ROUTE=auto"

@@ -93,8 +93,8 @@ def in_child(work: Callable[[], object]) -> int:
 
 
 def status_of(child: int) -> int:
-    """Of its end; it is stopped after a minute."""
-    timer = threading.Timer(60, os.kill, (child, signal.SIGKILL))
+    """Of its end; it is stopped where it never ends."""
+    timer = threading.Timer(300, os.kill, (child, signal.SIGKILL))
     timer.start()
     try:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -337,7 +337,7 @@ def test_shapes_and_dtypes_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("norm", inside.WORKLOADS)
 def test_explain_every_norm(norm: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = "4x32x5x6" if inside.WORKLOADS[norm].parameter_dim == 1 else "6x2000"
+    shape = "4x32x5x6" if inside.WORKLOADS[norm].parameter_dim == 1 else "2x3x2000"
     assert main(["explain", norm, "--shape", shape, "--dtype", "fp16", "--backward", "--target", "sm_80"]) == 0
     printed = capsys.readouterr().out
     for part in ("prologue", "plan ", "launch ", "memory ", "source of forward", "source of backward", "sm_80"):

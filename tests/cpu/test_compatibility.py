@@ -121,7 +121,8 @@ def test_result_files_have_the_fields() -> None:
 
 # Of format 1: half of a transformer's block, as version 0.1.0 wrote it. It is added to, never changed
 TEXT = (
-    '{"format":1,"norm":"layer_norm","col_dims":1,"eps":1e-05,"prologue":{"expression":{"inputs":["operand0","operand1",'
+    '{"format":1,"operands":["float32","float32","float32"],"norm":"layer_norm","col_dims":1,"eps":1e-05,'
+    '"prologue":{"expression":{"inputs":["operand0","operand1",'
     '"operand2"],"steps":[["s0","aten.silu.default",[{"ref":"operand0"}],{}],["s1","aten.mul.Tensor",[{"ref":"s0"},'
     '{"number":"2.5"}],{}],["s2","aten.add.Tensor",[{"ref":"s1"},{"ref":"operand1"}],{}]],"outputs":[{"ref":"s2"}],'
     '"compute":"float32","is_single":true}},"epilogue":{"expression":{"inputs":["xhat","c","operand0","operand1",'
@@ -133,8 +134,8 @@ TEXT = (
 
 
 def test_texts_of_before_are_read() -> None:
-    call = call_text.read(TEXT)
-    assert call_text.written(call) == TEXT
+    call, dtypes = call_text.read(TEXT)
+    assert call_text.written(call, dtypes) == TEXT
     x, residual, weight = torch.randn(2, 2048), torch.randn(2, 2048), torch.randn(2048)
     y, h, *_ = pipeline.normalize(call, [x, residual, weight])
     torch.testing.assert_close(h, F.silu(x) * 2.5 + residual)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -53,7 +53,7 @@ def _ours(workload: Workload) -> Forward:
     return FUNCTIONS.get(workload) or fuse(workload.function)
 
 
-@cache
+@lru_cache(maxsize=8)
 def _qk_module(head_dim: int, heads: int) -> QKNorm:
     return QKNorm(head_dim, heads, heads, EPS, device="meta")
 

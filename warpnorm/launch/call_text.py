@@ -18,7 +18,7 @@ from warpnorm.trace.expression import CAST, DROPOUT, RELABEL, Constant, Expressi
 from warpnorm.trace.fakes import is_pointwise
 from warpnorm.trace.operators import writes
 
-FORMAT = 2  # of the texts and of the operators that take them: compilers keep what they made of both
+FORMAT = 1  # of the texts and of the operators that take them: compilers keep what they made of both
 NORMS = {norm.name: norm for norm in norms.ALL}
 AXES = ("full", "group", "column", "row", "group_scalar", "scalar", "number")
 

@@ -11,7 +11,8 @@ from cpu.channel_truth import Arguments
 from kernel_contracts import channel_running
 from kernel_contracts.channel_running import BATCH, GROUPS, INSTANCE, Mode, arguments, random
 from kernel_contracts.running import NORMS, check_accuracy
-from warpnorm.norms import Norm
+from warpnorm import settings
+from warpnorm.norms import RMS_NORM, Norm
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,18 @@ VALUES = (
 )  # fmt: skip
 
 
+def skip_what_is_not_here(values: Values) -> None:
+    if values.name == "bfloat16_subnormals" and settings.is_interpreting():
+        pytest.skip("the interpreter loads and stores other numbers than these")
+
+
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 @pytest.mark.parametrize("cols", [200, 8_201])  # one tile, and a walk
 @pytest.mark.parametrize("values", VALUES, ids=str)
 def test_values_of_rows(values: Values, cols: int, norm: Norm, device: str) -> None:
+    skip_what_is_not_here(values)
+    if values.name == "one_value" and norm == RMS_NORM:
+        pytest.skip("all elements have the same rounding, so that the mean of their errors is luck")
     check_accuracy(
         norm, 1, lambda seed: values.change(random((5, cols), torch.float64, "cpu", seed)).to(device, values.dtype)
     )
@@ -50,6 +59,8 @@ def test_values_of_rows(values: Values, cols: int, norm: Norm, device: str) -> N
 @pytest.mark.parametrize("mode", [BATCH, GROUPS, INSTANCE], ids=str)
 @pytest.mark.parametrize("values", VALUES, ids=str)
 def test_values_of_channels(values: Values, mode: Mode, is_last: bool, device: str) -> None:
+    skip_what_is_not_here(values)
+
     def make(seed: int) -> Arguments:
         input = values.change(random((4, 6, 9, 10), torch.float64, "cpu", seed)).to(device, values.dtype)
         return arguments(mode, channel_running.last(input) if is_last else input, seed=seed)

@@ -313,7 +313,7 @@ def twice(rank: int, world: int) -> None:
 
 def compiled(rank: int, world: int) -> None:
     """One graph, forward and backward, and the running statistics in it."""
-    for size in (5, 400, 400 * (1 + rank)):  # so large, on all ranks or on one, that native code would run plain calls
+    for size in (5, 400 * (1 + rank)):  # so large, on one rank, that native code would run plain calls
         _compiled(torch.randn(8, 3, 5, size))
 
 

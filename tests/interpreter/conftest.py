@@ -1,5 +1,5 @@
 """Every kernel on the CPU, by Triton's interpreter: run with TRITON_INTERPRET=1, which must be set before Triton is
-imported. Memory is poisoned with NaN, and the kernels are forced. A run has a sixth of the contracts' cases;
+imported. Memory is poisoned with NaN, and the kernels are forced. A run has a ninth of the contracts' cases;
 WARPNORM_TEST_ALL=1 has all."""
 
 import threading
@@ -17,7 +17,7 @@ if not settings.is_interpreting():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "interpreter", ("test_contracts.py", "test_channels.py"), one_in=6)
+    select(config, items, "interpreter", ("test_contracts.py", "test_channels.py"), one_in=9)
 
 
 @pytest.fixture

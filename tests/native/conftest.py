@@ -1,6 +1,6 @@
 """The contracts of the kernels by native code: what they promise holds on a CPU too. Memory is poisoned with NaN.
 
-Nearly every case is compiled, so that a run has a tenth of the contracts' cases; WARPNORM_TEST_ALL=1 has all."""
+Nearly every case is compiled, so that a run has a twelfth of the contracts' cases; WARPNORM_TEST_ALL=1 has all."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ CONTRACTS = ("test_contracts.py", "test_channels.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "native", CONTRACTS, one_in=10)
+    select(config, items, "native", CONTRACTS, one_in=12)
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@ calls: so a compiler guards all that it reads and finds every tensor. What was w
 becomes one operator of `library.py`; what the function had computed is then dead, and compilers leave it away. Where it
 cannot become one, the results are those of the function as it is."""
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -24,6 +25,7 @@ from warpnorm.trace import fusion
 from warpnorm.trace.arrange import Prepared, arrange
 from warpnorm.trace.record import normalize, relabel
 
+_log = logging.getLogger(__name__)
 aten = torch.ops.aten
 # Those with running statistics; and where it stands whether these are averaged, and what it is called
 AVERAGING = (F.batch_norm, F.instance_norm, functional.batch_norm, functional.instance_norm)
@@ -260,8 +262,16 @@ def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) 
                 sizes = [[start + 2 * k for k in range(symbols)] for start in INVENTED]
                 first, second = (_lowered(steps, wanted, leaves, own) for own in sizes)
                 found.append(_agreed(first, second, sizes))
-        except (AssertionError, WarpnormError, RuntimeError, ValueError, TypeError, NotImplementedError, KeyError):
-            found.append(None)
+        except (
+            AssertionError,
+            WarpnormError,
+            RuntimeError,
+            ValueError,
+            TypeError,
+            NotImplementedError,
+            KeyError,
+        ) as error:
+            _log.info("a fused function runs as it is under the compiler: %s: %s", type(error).__name__, error)
 
     thread = threading.Thread(target=both, name="warpnorm-lower")  # the caller's modes are its own
     thread.start()

@@ -199,7 +199,7 @@ def batch_norm(
     if not training:
         return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats)
     count = arguments.check_several(name, "value per channel when training", input, input.shape[0])
-    if _takes_kernels(BATCH_NORM, input, weight, bias, running_mean, running_var):
+    if takes_kernels(BATCH_NORM, input, weight, bias, running_mean, running_var):
         running = None
         if running_mean is not None and running_var is not None:
             running = Running(running_mean, running_var, momentum, count)
@@ -243,7 +243,7 @@ def group_norm(
     _check_tensors(name, input, channels, weight, bias, None, None, True, out)
     arguments.check_several(name, "value per group", input, input.shape[0] * channels // groups)
     dtype = arguments.output_dtype(name, input) if out is None else input.dtype
-    if _takes_kernels(GROUP_NORM, input, weight, bias):
+    if takes_kernels(GROUP_NORM, input, weight, bias):
         output, mean, rstd = _by_channel_kernels(GROUP_NORM, input, groups, weight, bias, eps, out, dtype=dtype)
         return (output, mean.view(-1, groups), rstd.view(-1, groups)) if return_stats else output
     statistics = _statistics(input, groups, weight, bias, eps) if return_stats else ()
@@ -295,7 +295,7 @@ def instance_norm(
     if not use_input_stats:
         return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats, input.shape[0])
     count = arguments.check_several(name, "spatial element when training", input)
-    if _takes_kernels(GROUP_NORM, input, weight, bias, running_mean, running_var):
+    if takes_kernels(GROUP_NORM, input, weight, bias, running_mean, running_var):
         norm = GROUP_NORM if running_mean is None else TRACKED_NORM
         output, *rows = _by_channel_kernels(norm, input, channels, weight, bias, eps, out)
         mean, rstd, *variance = (row.view(-1, channels) for row in rows)
@@ -377,8 +377,9 @@ def _may_write(
     )
 
 
-def _takes_kernels(norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None) -> bool:
-    is_large = input.numel() > 0 and pipeline.is_large_input(norm, input)
+def takes_kernels(norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None, cols: int = 0) -> bool:
+    """Whether kernels or native code run a norm alone; `cols` are those of a norm over rows."""
+    is_large = input.numel() > 0 and pipeline.is_large_input(norm, input, cols)
     return pipeline.route(input, *tensors, is_large=is_large) != "reference" and input.numel() > 0
 
 
@@ -438,7 +439,7 @@ def _by_running(
         statistics = reference.fixed_statistics(running_mean, running_var, eps, dtype)
         if samples is not None:
             statistics = tuple(statistic.repeat(samples, 1) for statistic in statistics)
-    if _takes_kernels(FIXED_NORM, input, weight, bias, running_mean, running_var):
+    if takes_kernels(FIXED_NORM, input, weight, bias, running_mean, running_var):
         fixed = (running_mean, running_var)
         output = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out, fixed)[0]
         return (output, *statistics) if return_stats else output

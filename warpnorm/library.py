@@ -11,7 +11,7 @@ import torch
 from warpnorm import pipeline, settings
 from warpnorm.errors import InputError
 from warpnorm.launch import call_text
-from warpnorm.launch.autograd import composite_gradients, second_gradients
+from warpnorm.launch.autograd import composite_gradients, second_gradients, without_gradient
 from warpnorm.norms import CHANNEL, FIXED_NORM, GROUPS, Norm
 from warpnorm.problem import FULL, NUMBER, Axes, Call, Running, compute_dtype
 from warpnorm.reference import Affine, FixedAffine, Itself, composite, statistics, update_running
@@ -114,8 +114,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch
         ctx.kept = [short.summed, *((i,) for i in short.others)]
         tensors = [outputs[short.output], *(tensors[i] for i in short.others)]
         ctx.text = call_text.written(short.call, tuple(t.dtype for t in tensors))
-    detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
-    ctx.mark_non_differentiable(*detached, *rows)
+    ctx.mark_non_differentiable(*without_gradient(call, outputs), *rows)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors, *rows)
 

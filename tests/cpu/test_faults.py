@@ -1,5 +1,5 @@
 """What goes wrong around a call, brought about on purpose: several threads and processes at once, a cache folder that is
-read-only, full, deleted or damaged, forks, interrupts, memory that ends, other versions. Each ends right or in one error."""
+read-only, full, deleted or damaged, forks, interrupts. Each ends right or in one error."""
 
 import ctypes
 import errno
@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -22,35 +22,15 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from warpnorm import folder, pipeline, settings, version
+from warpnorm import folder, pipeline, settings
 from warpnorm.codegen import cache
-from warpnorm.cpu import build, run
+from warpnorm.cpu import build
 from warpnorm.trace import capture
 
 pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
 
 COLS = 2048
 numbers = count()
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    with settings.override(cache_dir=tmp_path / "cache"):
-        yield tmp_path / "cache"
-
-
-@pytest.fixture
-def fresh() -> Iterator[None]:
-    """Nothing that a test prepares is there for the next."""
-    forget()
-    yield
-    forget()
-
-
-def forget() -> None:
-    run._function.cache_clear()
-    pipeline.prepare_forward.cache_clear()
-    pipeline.prepare_backward.cache_clear()
 
 
 def number() -> float:
@@ -378,189 +358,3 @@ def test_an_interrupt_while_the_compiler_runs(home: Path, tmp_path: Path, fresh:
         return False
 
     assert status_of(in_child(work)) == 0
-
-
-# Memory that ends
-
-
-@dataclass(frozen=True)
-class Scarce:
-    """A batch norm in training, by native code."""
-
-    name: str
-    is_last: bool  # channels lie side by side
-    is_fused: bool
-    why: str
-
-
-SCARCE = [
-    Scarce("contiguous", False, False, "along rows"),
-    Scarce("channels_last", True, False, "across rows: running statistics are written before the results"),
-    Scarce("fused", False, True, "elements of a row are kept"),
-]
-
-
-class Allocations:
-    """The one with this number fails, if there are so many."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.failing, self.seen = -1, 0
-        for name in ("empty", "zeros", "empty_like"):
-            monkeypatch.setattr(torch, name, partial(self.allocate, getattr(torch, name)))
-
-    def allocate(self, make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.seen += 1
-        if self.seen - 1 == self.failing:
-            raise torch.OutOfMemoryError(f"allocation {self.failing}")
-        return make(*args, **kwargs)
-
-    def fail(self, which: int) -> None:
-        self.failing, self.seen = which, 0
-
-
-@pytest.mark.parametrize("case", SCARCE, ids=lambda c: c.name)
-def test_memory_ends_at_every_allocation(case: Scarce, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    kind = warpnorm.nn.BatchNormReLU2d if case.is_fused else warpnorm.nn.BatchNorm2d
-    ours, theirs = kind(16), torch.nn.BatchNorm2d(16)
-    x = torch.randn(4, 16, 40, 40)
-    x = x.contiguous(memory_format=torch.channels_last) if case.is_last else x
-    grad = torch.randn_like(x)
-    expected = torch.relu(theirs(x)) if case.is_fused else theirs(x)
-    with settings.override(route="native", keep_bytes=0):
-        x.requires_grad_()
-        ours.eval()(x).backward(grad)  # code is built before memory ends
-        warm = kind(16)
-        warm(x).backward(grad)
-        x.grad = None
-        ours.train().zero_grad()
-        allocations = Allocations(monkeypatch)
-        before = {name: value.clone() for name, value in (*ours.state_dict().items(), ("input", x.detach()))}
-        versions = [value._version for value in (*ours.buffers(), x)]
-        files = sorted(path.name for path in home.iterdir())
-        for which in count():
-            allocations.fail(which)
-            try:
-                output = ours(x)
-            except torch.OutOfMemoryError:
-                for name, value in (*ours.state_dict().items(), ("input", x.detach())):
-                    assert torch.equal(value, before[name]), name
-                assert versions == [value._version for value in (*ours.buffers(), x)]
-            else:
-                break
-        assert which >= 2, "outputs and statistics at the least"
-        torch.testing.assert_close(output, expected)
-        torch.testing.assert_close(ours.running_var, theirs.running_var)
-        for which in count():
-            allocations.fail(which)
-            try:
-                output.backward(grad, retain_graph=True)
-            except torch.OutOfMemoryError:
-                assert x.grad is None
-                assert all(parameter.grad is None for parameter in ours.parameters())
-            else:
-                break
-        assert which >= 1
-    assert sorted(path.name for path in home.iterdir()) == files
-    allocations.fail(-1)
-    leaf = x.detach().clone().requires_grad_()
-    (torch.relu(theirs(leaf)) if case.is_fused else theirs(leaf)).backward(grad)
-    torch.testing.assert_close(x.grad, leaf.grad, rtol=1e-4, atol=1e-5)
-
-
-def test_memory_ends_in_one_of_two_threads(home: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
-    """While the other averages its channels: running statistics are what they were."""
-    load = build.load
-    change = '#include "pointwise.h"\n#define malloc(size) (part == 1 ? 0 : malloc(size))\n'
-    monkeypatch.setattr(build, "load", lambda text: load(text.replace('#include "pointwise.h"', change)))
-    mean, variance = torch.randn(16), torch.rand(16) + 1
-    before = mean.clone(), variance.clone()
-    scale = number()
-
-    @warpnorm.fuse
-    def function(x: torch.Tensor) -> torch.Tensor:
-        return F.batch_norm(torch.sigmoid(x) * scale, mean, variance, training=True)
-
-    torch.set_num_threads(2)
-    try:
-        with settings.override(route="native"), pytest.raises(torch.OutOfMemoryError, match="native code has to keep"):
-            function(torch.randn(4, 16, 80, 80))
-    finally:
-        torch.set_num_threads(1)
-    assert torch.equal(mean, before[0])
-    assert torch.equal(variance, before[1])
-
-
-# Other versions
-
-
-def test_an_older_pytorch_is_refused_in_a_sentence() -> None:
-    for old in ("2.9.1", "2.9.0+cu128", "1.13.0"):
-        with pytest.raises(ImportError, match=rf"needs PyTorch 2\.10 or later, but {old.split('+')[0]}"):
-            version.require_torch(old)
-    for fine in ("2.10.0", "2.13.0+cpu", "3.0.0a0+git1234", "unknown"):
-        version.require_torch(fine)
-
-
-@pytest.fixture
-def triton_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
-    """As if this version of it were installed."""
-
-    def install(number: str) -> None:
-        (tmp_path / "__init__.py").write_text(f'"""isort:skip_file"""\n__version__ = {number!r}\n')
-        spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py") if number else None})
-        monkeypatch.setattr(pipeline, "find_spec", lambda _: spec)
-        monkeypatch.setattr(pipeline.sys, "platform", "linux")
-        pipeline.why_no_triton.cache_clear()
-
-    yield install
-    pipeline.why_no_triton.cache_clear()
-
-
-def test_an_older_triton_is_refused_in_a_sentence(triton_of: Callable[[str], None]) -> None:
-    triton_of("3.5.1")
-    why = r"need Triton 3\.6 or later, but 3\.5\.1 is installed"
-    with settings.override(route="kernels"), pytest.raises(warpnorm.UnavailableError, match=why):
-        warpnorm.rms_norm(torch.randn(2, 8), (8,))
-    triton_of("")
-    assert pipeline.why_no_triton() == "Triton is not installed", "an empty folder of this name is not it"
-    for fine in ("3.6.0", "3.10.0+git1234", "4.0.0"):
-        triton_of(fine)
-        assert pipeline.has_triton(), fine
-
-
-def test_a_newer_triton_that_compiles_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = pytest.importorskip("warpnorm.codegen.kernel")
-
-    def compile(*_: Any, **__: Any) -> None:
-        raise TypeError("compile() got an unexpected keyword argument 'target'")
-
-    def launch() -> None:
-        kernel._compile((run.text_of, {}, {}, {}), ("cuda", 90, 32), {})
-
-    monkeypatch.setattr(kernel, "ASTSource", lambda *_: None)
-    monkeypatch.setattr(kernel.triton, "compile", compile)
-    monkeypatch.setattr(kernel.triton, "__version__", "4.1.0")
-    with pytest.raises(warpnorm.UnavailableError, match=r"Triton 4.1.0 does not compile text_of.*install 3\.6, or set"):
-        launch()
-    monkeypatch.setattr(kernel.triton, "__version__", "3.6.0")
-    with pytest.raises(TypeError, match="unexpected keyword"):
-        launch()
-
-
-def test_a_newer_triton_without_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    import builtins
-
-    import warpnorm.codegen as package
-
-    original = builtins.__import__
-
-    def missing(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-        if name == "warpnorm.codegen" and "bind" in (fromlist or ()):
-            raise ImportError("cannot import name 'GPUTarget'")
-        return original(name, globals, locals, fromlist, level)
-
-    assert package
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(warpnorm.UnavailableError, match=r"not one that the kernels are written for.*'GPUTarget'"):
-        pipeline.binder()

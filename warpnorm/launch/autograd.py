@@ -32,6 +32,10 @@ class Flow(Protocol):
     def shortcut(self, call: Call, operands: Sequence[torch.Tensor | float]) -> Shortcut | None: ...
 
 
+def without_gradient(call: Call, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
+
+
 class Normalization(torch.autograd.Function):
     """(flow, call, running, *operands) -> (*outputs, *statistics)."""
 
@@ -49,8 +53,7 @@ class Normalization(torch.autograd.Function):
             operands = (outputs[short.output], *(operands[i] for i in short.others))
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
         ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands), *statistics)
-        detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
-        ctx.mark_non_differentiable(*detached, *statistics)
+        ctx.mark_non_differentiable(*without_gradient(call, outputs), *statistics)
         ctx.set_materialize_grads(False)  # no zeros for the statistics, which have no gradient
         return (*outputs, *statistics)
 

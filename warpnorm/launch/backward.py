@@ -1,7 +1,7 @@
 """The backward launches of one call: gradients that lie full in memory are written by the kernel, those that are sums
 over rows leave one partial row for each program, which `column_sum` adds up."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -93,6 +93,18 @@ def launch_sums(
 ) -> None:
     """`column_sum` of several at once."""
     kernel.launch(*sum_arguments(plan, partials, totals, sums))
+
+
+def launch_gradient_sums(
+    column_sums: Sequence[tuple[BoundKernel, Plan, tuple[int, ...]]],
+    partials: Mapping[int, torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+    sums: Mapping[int, Sum],
+) -> None:
+    """Of norms by channel: each kernel sums the gradients with these numbers."""
+    for kernel, plan, which in column_sums:
+        totals = tuple(gradients[i] for i in which)
+        launch_sums(kernel, plan, tuple(partials[i] for i in which), totals, [sums[i] for i in which])
 
 
 def sum_arguments(plan: Plan, partials: Sequence[Any], totals: Sequence[Any], sums: Sequence[Sum]) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from warpnorm.codegen.kernel import BoundKernel
-from warpnorm.launch.backward import launch_sums
+from warpnorm.launch.backward import launch_gradient_sums
 from warpnorm.launch.forward import empty_statistics, in_bits, lead_of, on_device
 from warpnorm.plan import grid
 from warpnorm.plan.plan import Plan
@@ -85,11 +85,7 @@ class ColumnBackwardLaunch:
                 kernel = self.last_kernel if of_step is self.last else self.kernel
                 assert kernel is not None
                 kernel.launch((programs, 1), *arguments, *_geometry(of_step, plan, space, order))
-            for sum_kernel, sum_plan, which in self.column_sums:
-                launch_sums(
-                    sum_kernel, sum_plan, tuple(partials[i] for i in which), tuple(gradients[i] for i in which),
-                    [sums[i] for i in which],
-                )  # fmt: skip
+            launch_gradient_sums(self.column_sums, partials, gradients, sums)
 
 
 def _geometry(plan: Plan, first: Plan, space: Space, order: grid.Order) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 
 from warpnorm.codegen import along
 from warpnorm.codegen.kernel import BoundKernel
-from warpnorm.launch.backward import launch_sums
+from warpnorm.launch.backward import launch_gradient_sums
 from warpnorm.launch.forward import empty_statistics, in_bits, lead_of, on_device, team_mailbox
 from warpnorm.plan import grid
 from warpnorm.plan.plan import Plan
@@ -83,11 +83,7 @@ class HeldBackwardLaunch:
                 merged, tuple(partials.values()), _mailbox(plan, programs, self.words, statistics),
                 tuple(statistics), strides, sizes, space.rows, *others,
             )  # fmt: skip
-            for sum_kernel, sum_plan, which in self.column_sums:
-                launch_sums(
-                    sum_kernel, sum_plan, tuple(partials[i] for i in which), tuple(gradients[i] for i in which),
-                    [sums[i] for i in which],
-                )  # fmt: skip
+            launch_gradient_sums(self.column_sums, partials, gradients, sums)
 
 
 def _geometry(space: Space) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from warpnorm import arguments, functional, pipeline
+from warpnorm import arguments, functional
 from warpnorm.norms import BATCH_NORM, LAYER_NORM, RMS_NORM, Norm
 from warpnorm.parallel import exchange, split
 from warpnorm.problem import COLUMN, FULL, Call, compute_dtype
@@ -126,10 +126,8 @@ def _over_rows(
 
 
 def _takes_kernels(norm: Norm, input: torch.Tensor, parameters: Sequence[torch.Tensor], cols: int = 0) -> bool:
-    if torch.compiler.is_compiling():  # which sees PyTorch's operators around the exchange
-        return False
-    is_large = input.numel() > 0 and pipeline.is_large_input(norm, input, cols)
-    return input.numel() > 0 and pipeline.route(input, *parameters, is_large=is_large) != "reference"
+    """A compiler sees PyTorch's operators around the exchange."""
+    return not torch.compiler.is_compiling() and functional.takes_kernels(norm, input, *parameters, cols=cols)
 
 
 def average(

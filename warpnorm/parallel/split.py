@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from warpnorm import pipeline
-from warpnorm.launch.autograd import as_input, is_differentiated
+from warpnorm.launch.autograd import as_input, is_differentiated, without_gradient
 from warpnorm.norms import CHANNEL, FIXED_NORM, RMS_NORM
 from warpnorm.parallel import composite, exchange
 from warpnorm.problem import Call, Epilogue, Prologue, View, compute_dtype
@@ -100,8 +100,7 @@ class SplitNormalization(torch.autograd.Function):
         ctx.kept = len(statistics), len(carried)
         ctx.save_for_backward(*tensors, *statistics, *carried, merged.total)
         moments = [tensor for tensor in merged if tensor is not None]
-        detached = [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
-        ctx.mark_non_differentiable(*detached, *moments)
+        ctx.mark_non_differentiable(*without_gradient(call, outputs), *moments)
         ctx.set_materialize_grads(False)
         return *outputs, *moments
 

@@ -83,6 +83,9 @@ def _parser() -> argparse.ArgumentParser:
         "--update", action="store_true", help="measure these cases anew and keep the other ones of that file"
     )
     bench.add_argument(
+        "--jobs", metavar="N", type=int, default=1, help="compile in so many processes first; timing is in one: 1"
+    )
+    bench.add_argument(
         "--fail-below", metavar="RATIO", type=float, help="fail where our speed over the best rival's is less"
     )
     bench.set_defaults(run=_bench)
@@ -173,6 +176,8 @@ def _demo(parsed: argparse.Namespace, console: Console) -> int:
 def _bench(parsed: argparse.Namespace, console: Console) -> int:
     device = default_device()
     selected = _selected(parsed, cases.all_cases(device, parsed.quick))
+    if parsed.jobs < 1:
+        raise ValueError(f"--jobs is {parsed.jobs}, but must be at least 1")
     if parsed.resume and parsed.update:
         raise ValueError("--resume keeps what is done, --update measures it anew: give one of them")
     if (parsed.resume or parsed.update) and not parsed.json:
@@ -191,7 +196,7 @@ def _bench(parsed: argparse.Namespace, console: Console) -> int:
     before = done if parsed.resume else {}
     seconds = 0.05 if parsed.quick else 0.25
     keep = (lambda run: report.write_json(run, parsed.json, earlier)) if parsed.json else (lambda run: None)
-    run = run_cases(selected, rivals.chosen(parsed.rivals), device, console, seconds, before, keep)
+    run = run_cases(selected, rivals.chosen(parsed.rivals), device, console, seconds, before, keep, parsed.jobs)
     keep(run)
     report.print_bench(run, console)
     slow = []

@@ -99,6 +99,12 @@ def _batch_norm(
     return F.batch_norm(x, running_mean, running_var, weight, bias, True, MOMENTUM, EPS)
 
 
+def _batch_norm_eval(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, running_mean: torch.Tensor, running_var: torch.Tensor
+) -> torch.Tensor:
+    return F.batch_norm(x, running_mean, running_var, weight, bias, False, MOMENTUM, EPS)
+
+
 def _group_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return F.group_norm(x, NUM_GROUPS, weight, bias, EPS)
 
@@ -183,6 +189,9 @@ BATCH = Workload(
     "batch_norm", _batch_norm, 1, 2, 2, 3, parameter_dim=1, part_dim=1, buffers=2, keeps_precision=True,
     exact=_exact_batch_norm,
 )  # fmt: skip
+BATCH_EVAL = Workload(
+    "batch_norm_eval", _batch_norm_eval, 1, 2, 2, 3, parameter_dim=1, part_dim=1, buffers=2, keeps_precision=True
+)
 GROUP = Workload("group_norm", _group_norm, 1, 2, 2, 3, parameter_dim=1, exact=_exact_group_norm)
 GROUP_SILU = Workload("group_norm_silu", _group_norm_silu, 1, 2, 2, 3, parameter_dim=1, exact=_exact_group_norm_silu)
 ADD_BATCH_RELU = Workload(
@@ -271,6 +280,14 @@ IMAGES = (
     ((256, 2048, 7, 7), (NHWC,), "its last stage: many channels, small images"),
     ((65536, 1024), (NC,), "BatchNorm1d of an MLP"),
 )
+MORE_IMAGES = (
+    ((256, 2048, 7, 7), (NCHW,), "its last stage: many channels, small images"),
+    ((8, 256, 56, 56), (NCHW, NHWC), "a small batch of the first stage"),
+    ((256, 256, 56, 56), (NCHW,), "a large one"),
+    ((8, 64, 112, 112), (NCHW,), "a small batch of the stem"),
+    ((64, 1, 1024, 1024), (NCHW,), "one channel"),
+    ((2048, 65536), (NC,), "very many channels"),
+)
 GROUPED = (((32, 320, 64, 64), (NCHW, NHWC), "the first stage of a diffusion U-Net"),)
 ELEMENTS = 1 << 27  # of a row norm in half precision, several times any L2
 
@@ -318,6 +335,8 @@ def _channel_cases(divisor: int) -> tuple[BenchCase, ...]:
         for direction in (FORWARD, BACKWARD)
         for workload, shapes, dtypes in (
             (BATCH, IMAGES, (torch.float16, torch.float32)),
+            (BATCH, MORE_IMAGES, (torch.float16,)),
+            (BATCH_EVAL, (IMAGES[0], IMAGES[3]), (torch.float16,)),
             (ADD_BATCH_RELU, IMAGES[:1], (torch.float16,)),
             (GROUP, GROUPED, (torch.bfloat16,)),
             (GROUP_SILU, GROUPED, (torch.bfloat16,)),

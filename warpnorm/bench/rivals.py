@@ -12,6 +12,7 @@ from warpnorm import functional
 from warpnorm.bench.cases import (
     ADD_RMS,
     BATCH,
+    BATCH_EVAL,
     EPS,
     GROUP,
     INSTANCE,
@@ -42,6 +43,7 @@ FUNCTIONS: dict[Workload, Forward] = {
     LAYER: lambda x, w, b: functional.layer_norm(x, x.shape[-1:], w, b, EPS),
     RMS: lambda x, w: functional.rms_norm(x, x.shape[-1:], w, EPS),
     BATCH: lambda x, w, b, mean, var: functional.batch_norm(x, mean, var, w, b, True, MOMENTUM, EPS),
+    BATCH_EVAL: lambda x, w, b, mean, var: functional.batch_norm(x, mean, var, w, b, False, MOMENTUM, EPS),
     GROUP: lambda x, w, b: functional.group_norm(x, NUM_GROUPS, w, b, EPS),
     INSTANCE: lambda x, w, b: functional.instance_norm(x, None, None, w, b, True, MOMENTUM, EPS),
 }

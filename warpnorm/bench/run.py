@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from warpnorm import repeat, settings
+from warpnorm.bench.ahead import compile_ahead
 from warpnorm.bench.cases import DTYPE_NAMES, BenchCase
 from warpnorm.bench.check import Subject, draws, is_right
 from warpnorm.bench.rivals import OURS, Forward, Rival, build
@@ -93,9 +94,10 @@ def run_cases(
     seconds: float,
     before: Mapping[str, dict[str, Any]] | None = None,
     keep: Callable[[Run], None] = lambda run: None,
+    jobs: int = 1,
 ) -> Run:
     """`before` holds what was measured already, by the names of cases, and is not measured again; `keep` is called after
-    each case, so that nothing is lost when the run ends early."""
+    each case, so that nothing is lost when the run ends early. More than one of `jobs` compile what is to be timed first."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -113,6 +115,11 @@ def run_cases(
         contenders = [OURS, *(rival for rival in rivals if rival.name not in run.missing)]
         progress.update(task, total=len(cases) * len(contenders))
         try:
+            if jobs > 1:
+                todo = [case for case in cases if case.name not in (before or {})]
+                names = [rival.name for rival in contenders[1:]]
+                say = "{} of {} cases compiled".format
+                compile_ahead(todo, names, device, jobs, lambda n: progress.update(task, description=say(n, len(todo))))
             for case in cases:
                 progress.update(task, description=case.name)
                 if before and case.name in before:

@@ -1,0 +1,42 @@
+"""What the cases of a benchmark need is compiled before the first one is timed, by several processes at once, which leave it
+in the caches on disk: warpnorm's, Triton's and PyTorch's."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+
+import torch
+
+from warpnorm.bench.cases import BenchCase
+from warpnorm.bench.check import Subject
+from warpnorm.bench.rivals import OURS, build, chosen
+
+
+def compile_ahead(
+    cases: Sequence[BenchCase], rivals: Sequence[str], device: str, jobs: int, tell: Callable[[int], None]
+) -> None:
+    """`tell` is told how many cases are done. Whatever fails here fails again, and is told of, when it is to be timed."""
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_be_alone) as pool:
+        tasks = [pool.submit(_compile, case, rivals, device) for case in cases]
+        for done, _ in enumerate(as_completed(tasks), 1):
+            tell(done)
+
+
+def _be_alone() -> None:
+    """Without more processes and threads of one's own."""
+    import torch._inductor.config as config
+
+    config.compile_threads = 1
+    torch.set_num_threads(1)
+
+
+def _compile(case: BenchCase, rivals: Sequence[str], device: str) -> None:
+    try:
+        subject = Subject(case, device)
+    except Exception:  # out of memory, say
+        return
+    for rival in (OURS, *chosen(rivals)):
+        try:
+            subject.timed(build(rival, case.workload))()
+        except Exception:
+            continue

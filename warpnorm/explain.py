@@ -165,8 +165,11 @@ def _explanation(
         why = pipeline.refusal(call, (*views, *outputs))
         route = f"as plain PyTorch, because native code does not do it: {why}" if why else route
     if route == NATIVE and is_here:  # not where a GPU was asked for
+        problem, _ = pipeline.forward_problem(call, (*views, *outputs), is_native=True)
         forward = replace(forward, native=pipeline.native_text(problem))
-        backward = backward and replace(backward, native=pipeline.native_text(backward.problem))
+        if backward is not None:
+            problem_of, _ = pipeline.backward_problem(of_call, (*kept, *grads), given, wanted, is_native=True)
+            backward = replace(backward, native=pipeline.native_text(problem_of))
     if prepared.captured.ranks:
         route += (
             f", in three steps: ranks of the process group {prepared.captured.ranks} share its rows, so its statistics are "
@@ -260,7 +263,11 @@ def _backward(
     left = grid.left(plan, problem) if plan.pattern in (COLUMN, HELD) else problem.reduced
     sums = [grid.gradient_sum(plan, space, problem, i) for i in left]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize
-    launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), grid.backward(plan, space))]
+    if grid.sum_programs(plan, space, problem):
+        partials, times = 0, 2  # what others sum they read once more
+    of_rows, of_parts = grid.backward(plan, space)
+    of_sums = grid.sum_programs(plan, space, problem)
+    launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), (of_rows + of_sums, of_parts))]
     sum_plan = choose.column_sum(problem, device)
     if plan.pattern == COLUMN:
         launches = _tasks(_kernel_name(plan), grid.column(plan, last, space, problem.has_tasks), last)
@@ -268,7 +275,7 @@ def _backward(
         sum_plan = choose.line_sum(problem, device)
     if has_sums and plan.pattern == LONG_ROW:
         launches = [("long_row_sums_kernel", (space.rows, 1)), *launches]
-    if sums:
+    if sums and not of_sums:
         launches.append(("column_sum_kernel", _sum_grid(sums, sum_plan)))
     listings: dict[str, Any] = {}
     if asm:

@@ -139,7 +139,7 @@ def takes_views(call: Call, views: tuple[View, ...], operands: Tensors) -> bool:
 def _takes(call: Call, views: tuple[View, ...]) -> bool:
     from warpnorm.cpu.writer import can_write
 
-    return can_write(forward_problem(call, views)[0])
+    return can_write(forward_problem(call, views, is_native=True)[0])
 
 
 def refusal(call: Call, views: tuple[View, ...]) -> str:
@@ -368,7 +368,7 @@ def prepare_forward(
     plan: Plan | None,
     running: tuple[torch.dtype, ...] = (),
 ) -> "ForwardLaunch | ColumnForwardLaunch | HeldForwardLaunch | NativeForward | AcrossForward | FallbackForward":
-    problem, space = forward_problem(call, views)
+    problem, space = forward_problem(call, views, is_native(device))
     problem = replace(problem, running=running)
     if is_native(device):
         from warpnorm.cpu import build, fallback, run
@@ -405,7 +405,7 @@ def prepare_backward(
     wanted: tuple[int, ...],
     plan: Plan | None,
 ) -> "BackwardLaunch | ColumnBackwardLaunch | HeldBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
-    problem, space = backward_problem(call, views, given, wanted)
+    problem, space = backward_problem(call, views, given, wanted, is_native(device))
     if is_native(device):
         from warpnorm.cpu import build, fallback, run
 
@@ -441,21 +441,21 @@ def prepare_backward(
     return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)
 
 
-def forward_problem(call: Call, views: Sequence[View]) -> tuple[ForwardProblem, Space]:
+def forward_problem(call: Call, views: Sequence[View], is_native: bool = False) -> tuple[ForwardProblem, Space]:
     """`views` are those of the operands, then of the outputs."""
     graphs = capture.forward_graphs(call.prologue, call.epilogue, *inside(call, views))
-    return describe_forward(call, views, graphs)
+    return describe_forward(call, views, graphs, is_native)
 
 
 def backward_problem(
-    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...]
+    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...], is_native: bool = False
 ) -> tuple[BackwardProblem, Space]:
     """`views` are those of the operands, then of the gradients of the outputs in `given`."""
     operands, dtypes = views[: len(call.axes)], inside(call, views)
     gradients = Gradients.of(capture.forward_graphs(call.prologue, call.epilogue, *dtypes), given, wanted)
     graphs = differentiate.backward_graphs(call.prologue, call.epilogue, *dtypes, gradients)
     written = (fresh(operands[i], call.norm) for i in gradients.wanted)
-    return describe_backward(call, (*views, *written), gradients, graphs)
+    return describe_backward(call, (*views, *written), gradients, graphs, is_native)
 
 
 def inside(call: Call, views: Sequence[View]) -> tuple[tuple[torch.dtype, ...], torch.dtype]:

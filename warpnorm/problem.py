@@ -205,7 +205,7 @@ class Stride(NamedTuple):
 class Operand:
     """A tensor that a kernel reads or writes, with one stride for each axis of the iteration space. `varies` says whether
     the call's axes are those of a tile: an operand with values for each sample has one row where there is one sample. Said
-    of norms over rows."""
+    of norms over rows. `is_flat`: it walks all row axes as one, which another operand does not. Said of norms by channel."""
 
     dtype: torch.dtype
     axes: str
@@ -213,6 +213,7 @@ class Operand:
     col_strides: tuple[Stride, ...]
     is_aligned: bool
     varies: bool = False
+    is_flat: bool = False
 
     @property
     def has_vectors(self) -> bool:
@@ -389,6 +390,14 @@ class BackwardProblem(Problem):
         """Which of `gradients` are sums over rows, accumulated in registers. Those of a norm by channel are sums over the
         columns of lines, and then over some of the lines."""
         return tuple(i for i in self.reduced if self.gradients[i].axes != ROW and not self.norm.is_by_channel)
+
+    @property
+    def sums_by_columns(self) -> bool:
+        """Whether all sums over rows are of columns, and of what the epilogue alone gives: those need not wait for the
+        gradients of rows."""
+        return bool(self.accumulated) and all(
+            self.gradients[i].axes == COLUMN and self.wanted[i] not in self.wanted_of_prologue for i in self.reduced
+        )
 
 
 def compute_dtype(dtypes: Sequence[torch.dtype]) -> torch.dtype:

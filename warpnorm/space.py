@@ -4,6 +4,7 @@ is made of, and the numbers that its kernel is told at run time."""
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -85,10 +86,12 @@ def broadcast_shapes(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def describe_forward(call: Call, views: Sequence[View], graphs: tuple[Graph, Graph]) -> tuple[ForwardProblem, Space]:
+def describe_forward(
+    call: Call, views: Sequence[View], graphs: tuple[Graph, Graph], is_native: bool = False
+) -> tuple[ForwardProblem, Space]:
     """`views` are those of the operands, then of the outputs."""
     count = len(call.axes)
-    space = _describe(call, views, (*call.axes, *[FULL] * len(call.outputs)))
+    space = _describe(call, views, (*call.axes, *[FULL] * len(call.outputs)), is_native)
     prologue, epilogue = graphs
     problem = ForwardProblem(
         *_head(call, views, space, prologue),
@@ -143,12 +146,12 @@ class Gradients(NamedTuple):
 
 
 def describe_backward(
-    call: Call, views: Sequence[View], gradients: Gradients, graphs: tuple[Graph, Graph, Graph]
+    call: Call, views: Sequence[View], gradients: Gradients, graphs: tuple[Graph, Graph, Graph], is_native: bool = False
 ) -> tuple[BackwardProblem, Space]:
     """`views` are those of the operands, then of the given outputs' gradients, then of the wanted operands'."""
     count, given = len(call.axes), len(gradients.given)
     axes = (*call.axes, *[FULL] * given, *(call.axes[i] for i in gradients.wanted))
-    space = _describe(call, views, axes, grouped_from=count + given)
+    space = _describe(call, views, axes, is_native, grouped_from=count + given)
     prologue, epilogue_vjp, prologue_vjp = graphs
     channel = tuple(dim == 1 for dim in range(len(shape_of(views[:count]))))
     is_by_row = [call.norm.rows == CHANNEL and call.axes[i] == channel for i in gradients.wanted]
@@ -172,17 +175,23 @@ def describe_backward(
     return problem, space
 
 
-def _describe(call: Call, views: Sequence[View], axes: Sequence[Axes], grouped_from: int | None = None) -> Space:
+def _describe(
+    call: Call, views: Sequence[View], axes: Sequence[Axes], is_native: bool, grouped_from: int | None = None
+) -> Space:
     shape = shape_of(views[: len(call.axes)])
     if not call.norm.is_by_channel:
         return describe(views, axes, shape, call.col_dims, grouped_from)
-    return describe_lines(call, views, axes, shape)
+    return describe_lines(call, views, axes, shape, is_native)
 
 
-def describe_lines(call: Call, views: Sequence[View], axes: Sequence[Axes], shape: Sequence[int]) -> Space:
+def describe_lines(
+    call: Call, views: Sequence[View], axes: Sequence[Axes], shape: Sequence[int], is_native: bool = False
+) -> Space:
     """A norm by channel. What the rows lie in is a dimension: the samples of a channel, or the channels of a group. Where it
     and the dimensions after the channel are walked as one, rows are lines. Otherwise every row lies in pieces, a line each:
-    the channels of a group in their order, samples where they are further apart in memory before the channels."""
+    the channels of a group in their order, samples where they are further apart in memory before the channels. In kernels,
+    images of an odd size are not read along these, which do not begin at whole vectors: every position is a piece, whose
+    columns are the samples, and memory runs across all of them."""
     sizes: tuple[int, ...] = tuple(shape)
     masks = [(a == FULL,) * len(shape) if isinstance(a, str) else a for a in axes]
     strides = [_strides(view, mask) for view, mask in zip(views, masks, strict=True)]
@@ -199,6 +208,7 @@ def describe_lines(call: Call, views: Sequence[View], axes: Sequence[Axes], shap
         [sizes[d] for d in cols], [[s[d] for d in cols] for s in strides], [[m[d] for d in cols] for m in masks],
         [0] * len(views), [(False,)] * len(views),
     )[0]  # fmt: skip
+    is_odd = False
     is_whole = len(merged) == 1 and (call.norm.rows == CHANNEL or prod(sizes[d] for d in inner) > 1)
     lines = rows
     if is_whole:
@@ -207,6 +217,10 @@ def describe_lines(call: Call, views: Sequence[View], axes: Sequence[Axes], shap
         whole = next(s for s, m in zip(strides, masks, strict=True) if all(m))
         is_first = call.norm.rows == CHANNEL and whole[1] < whole[pieces]
         lines = [pieces, *rows] if is_first else [*rows, pieces]
+        itemsize = next(v.dtype.itemsize for v, m in zip(views, masks, strict=True) if all(m))
+        is_odd = is_first and not is_native and _is_odd(sizes, whole, itemsize)
+        if is_odd:
+            lines, inner = [*rows, *inner], [pieces]
         if not inner:  # a column of its own for every element
             sizes, inner = (*sizes, 1), [len(sizes)]
             strides = [(*s, 1) for s in strides]
@@ -220,12 +234,30 @@ def describe_lines(call: Call, views: Sequence[View], axes: Sequence[Axes], shap
     # A lone sample is described as several are
     keeps_first = call.norm.rows == GROUPS and len(lines) > 1
     space = describe(placed, own, [sizes[d] for d in order], len(inner), keeps_first=keeps_first)
-    space = space._replace(operands=tuple(replace(operand, varies=False) for operand in space.operands))
+    flat = [is_odd and _walks_as_one(lines, sizes, s) for s in strides]
+    space = space._replace(
+        operands=tuple(replace(o, varies=False, is_flat=f) for o, f in zip(space.operands, flat, strict=True))
+    )
     space = _with_divisors(space, sizes, lines, inner)
     if is_whole or sizes[pieces] == 1:
         return space._replace(inner_rows=space.rows)
+    if is_odd:
+        return space._replace(pieces=prod(sizes[d] for d in lines[1:]), inner_rows=1)
     after = lines[lines.index(pieces) + 1 :]
     return space._replace(pieces=sizes[pieces], inner_rows=prod(sizes[d] for d in after))
+
+
+def _is_odd(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether images that fill the memory of their samples, several of these, do not begin at whole vectors."""
+    own = [d for d in range(1, len(sizes)) if sizes[d] != 1]
+    is_dense = sizes[0] > 1 and len(own) > 1 and strides[own[-1]] == 1 and _walks_as_one(own, sizes, strides)
+    return is_dense and prod(sizes[2:]) * itemsize % VECTOR_BYTES != 0
+
+
+def _walks_as_one(dims: Sequence[int], sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Several dimensions, in their order."""
+    own = [d for d in dims if sizes[d] != 1]
+    return len(own) > 1 and all(strides[a] == strides[b] * sizes[b] != 0 for a, b in pairwise(own))
 
 
 def _with_divisors(space: Space, sizes: Sequence[int], lines: Sequence[int], inner: Sequence[int]) -> Space:

@@ -38,6 +38,8 @@ LAYOUTS = (
     Layout("nlc", (3, 9, 16), view=lambda t: t.transpose(1, 2), why="the output of attention"),
     Layout("nchw", (3, 16, 4, 8), why="aligned lines in pieces"),
     Layout("nchw_odd", (3, 15, 5, 7), why="an odd number of everything"),
+    Layout("odd_images", (6, 16, 7, 7), why="samples begin at whole vectors, images do not"),
+    Layout("odd_volumes", (5, 3, 3, 1, 5), why="the same, with a dimension of one"),
     Layout("many_lines", (4, 20, 3, 3), why="several blocks of short lines"),
     Layout("channels_last", (4, 16, 3, 6), view=last, why="memory runs across the lines"),
     Layout("channels_last_odd", (3, 15, 5, 7), view=last, why="an odd number of everything"),
@@ -81,11 +83,12 @@ def test_channel_layouts(layout: Layout, mode: Mode, dtypes: tuple[torch.dtype, 
     check_accuracy(lambda seed: arguments(mode, layout.make(dtypes[0], device, seed), dtypes[1], seed))
 
 
-NCHW = Layout("nchw", (3, 14, 5, 7), why="memory runs along the lines")
+NCHW = Layout("nchw", (3, 14, 4, 8), why="memory runs along the lines")
 LAST = Layout("channels_last", (3, 14, 5, 7), view=last, why="memory runs across them")
 LONG = Layout("long_lines", (2, 8, 4500), why="a walk")
 THREE = (NCHW, LAST, LONG)
 TWO = (NCHW, LAST)
+ODD = Layout("odd_images", (3, 14, 5, 7), why="memory runs across positions")
 by_mode = pytest.mark.parametrize("mode", MODES, ids=str)
 
 
@@ -99,7 +102,14 @@ def test_lines_of_a_crop_in_several_parts(mode: Mode, dtype: torch.dtype, device
     check_accuracy(make)
 
 
-OPTIONAL = [(LAST, True, False), (NCHW, False, True), (NCHW, False, False), (LAST, False, False)]
+OPTIONAL = [
+    (LAST, True, False),
+    (ODD, True, False),
+    (ODD, False, False),
+    (NCHW, False, True),
+    (NCHW, False, False),
+    (LAST, False, False),
+]
 
 
 @pytest.mark.parametrize(("layout", "has_weight", "has_bias"), OPTIONAL, ids=str)
@@ -119,6 +129,8 @@ def test_channel_parameters_are_optional(
 View = Callable[[torch.Tensor], torch.Tensor]
 GRADIENTS: dict[str, tuple[Layout, View]] = {
     "channels_last": (NCHW, last),
+    "channels_last_odd": (ODD, last),
+    "expanded_odd": (ODD, lambda g: g[:, :, :1, :1].expand(g.shape)),
     "expanded": (NCHW, lambda g: g[:, :, :1, :1].expand(g.shape)),  # what a mean over space leaves behind
     "sliced": (LAST, lambda g: torch.stack([g, g], -1)[..., 0]),
     "transposed": (LAST, lambda g: g.transpose(0, 1).contiguous().transpose(0, 1)),

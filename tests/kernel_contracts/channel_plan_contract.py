@@ -20,10 +20,12 @@ from warpnorm.plan.plan import COLUMN, FIRST, HELD, Plan
 
 # With pieces: lines of 25 or 32 columns; channels last, batch norm: of 75 or 128
 LAYOUTS = (
-    Layout("nchw_tails", (3, 6, 5, 5), why="neither lines nor columns fill their blocks"),
+    Layout("nchw_tails", (3, 6, 26), view=lambda t: t[..., 1:], why="neither lines nor columns fill their blocks"),
     Layout("nchw_full", (4, 8, 4, 8), why="all do"),
     Layout("last_tails", (3, 6, 5, 5), view=last, why="the same where memory runs across the lines"),
     Layout("last_full", (4, 8, 4, 8), view=last, why="all do"),
+    Layout("odd_images", (19, 6, 5, 5), why="memory runs across positions, the pieces of a row, of 19 columns"),
+    Layout("odd_images_full", (16, 32, 3, 3), why="and fills their blocks"),
 )
 
 PLANS = (

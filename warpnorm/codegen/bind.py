@@ -182,11 +182,15 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
         constants |= _functions(cache.load(pointwise.backward_source(problem)), "hold")
         constants |= {"BLOCK_ROWS": plan.block_rows, "CHUNKS": plan.chunks}
         constants["FULL_CHUNKS"] = _full_chunks(problem, plan)
+        constants["SUM_ROWS"], constants["SUM_COLS"] = grid.sum_tile(plan, problem)
         constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_LIGHT": _is_light(problem)}
         constants["HAS_GROUPS"] = not problem.norm.is_by_channel  # whose lines never come in groups
         # The gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
         is_fused = problem.cols_class > 1
         constants["IS_CHAINED"] = _can_chain(device)
+        totals = [problem.gradients[i] for i in problem.reduced] if constants["SUM_COLS"] else []
+        arguments["totals"] = tuple(Argument("*" + TYPES[total.dtype], ALIGNED) for total in totals)
+        geometry["row_programs"] = Argument("i32")
         return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device, is_fused)
     sums = {"sum_ptrs": _statistics(problem)}
     return BoundKernel(long_row_backward_kernel, arguments | sums | geometry, constants, plan, device)

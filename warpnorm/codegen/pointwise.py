@@ -182,6 +182,8 @@ def _axis_indices(offsets: str, axes: int, first_size: int) -> list[str]:
 def _offset(operand: Operand, rows: bool) -> str | None:
     """The sum over the row axes or the column axes of index times stride; None where it is zero."""
     strides = operand.row_strides if rows else operand.col_strides
+    if rows and operand.is_flat:
+        strides = strides[-1:]
     first_size = 0 if rows else len(operand.row_strides) - 1
     indices = _axis_indices("row_offsets" if rows else "col_offsets", len(strides), first_size)
     terms = []

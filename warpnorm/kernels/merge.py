@@ -8,7 +8,6 @@ import triton.language as tl
 from warpnorm.kernels.statistics import (
     average_statistics,
     mean_of,
-    merge_lanes,
     reciprocal_sqrt,
     store_statistics,
 )
@@ -95,8 +94,13 @@ def merged_statistics(
             squares += their_squares + tl.where(mask, delta * delta * ((total - count) * ratio), 0.0)
             mean += tl.where(mask, delta * ratio, 0.0)
     count_of_row = cols.to(tl.int64) * layout[6]
-    merged, merged_squares = merge_lanes((mean, squares), total, count_of_row, True)
-    variance = mean_of(merged_squares, count_of_row)
+    # There may be many lanes, each of few values, whose means are larger than the mean of all
+    wide = tl.sum(total.to(tl.float64) * mean.to(tl.float64), 1) / count_of_row
+    merged = wide.to(COMPUTE)
+    deviation = mean - merged[:, None]
+    shift = (wide - merged.to(tl.float64)).to(COMPUTE)
+    variance = mean_of(tl.sum(squares + total * deviation * deviation, 1), count_of_row) - shift * shift
+    variance = tl.where(variance < 0.0, 0.0, variance)  # unlike a maximum, this keeps NaN
     return merged, reciprocal_sqrt(variance + eps), variance
 
 

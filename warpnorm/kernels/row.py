@@ -8,6 +8,7 @@ import triton.language as tl
 
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.chain import begin, let_next_begin
+from warpnorm.kernels.few_rows import sum_columns
 from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.statistics import (
     add_terms,
@@ -98,24 +99,23 @@ def row_forward_kernel(
 
 
 @triton.jit
-def row_backward_kernel(
-    operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
+def backward_rows(
+    program, programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
     FULL_CHUNKS: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
-    STAGES: tl.constexpr, IS_CHAINED: tl.constexpr, HAS_NEXT: tl.constexpr,
+    STAGES: tl.constexpr, HAS_NEXT: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    begin(IS_CHAINED)
-    program = tl.program_id(0)
+    """Of one of some programs. HAS_SUMS: others of the launch may sum over rows."""
     if HAS_GROUPS:
-        shares = tl.num_programs(0) // groups  # programs that share the rows of a group
+        shares = programs // groups  # programs that share the rows of a group
         group_rows = rows // groups
         first_row = (program // shares) * group_rows
     else:  # and the compiler knows what divides a block's first row
-        shares = tl.num_programs(0)
+        shares = programs
         group_rows = rows
         first_row = 0
     columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
@@ -164,6 +164,52 @@ def row_backward_kernel(
             added += (ACCUMULATE(accumulators[chunk], results, place[3]),)
         accumulators = added
     let_next_begin(HAS_NEXT)
-    for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
-        STORE_PARTIALS(partials, accumulators[chunk], program, program * CHUNKS + chunk, col_offsets, col_mask, cols)
+    if not HAS_SUMS:
+        for chunk in tl.static_range(CHUNKS):
+            col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
+            STORE_PARTIALS(
+                partials, accumulators[chunk], program, program * CHUNKS + chunk, col_offsets, col_mask, cols
+            )
+    elif tl.num_programs(0) == programs:  # nobody else sums over rows
+        for chunk in tl.static_range(CHUNKS):
+            col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
+            STORE_PARTIALS(
+                partials, accumulators[chunk], program, program * CHUNKS + chunk, col_offsets, col_mask, cols
+            )
+
+
+@triton.jit
+def row_backward_kernel(
+    operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups, cols, row_programs,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
+    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
+    STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
+    ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
+    STAGES: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
+    IS_CHAINED: tl.constexpr, HAS_NEXT: tl.constexpr,
+):  # fmt: skip
+    """SUM_COLS: if it is not 0, and there are more than `row_programs`, the others sum over rows, of so many columns."""
+    begin(IS_CHAINED)
+    program = tl.program_id(0)
+    if SUM_COLS == 0:
+        backward_rows(
+            program, tl.num_programs(0), operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
+            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, False,
+        )  # fmt: skip
+    elif program < row_programs:
+        backward_rows(
+            program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
+            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
+        )  # fmt: skip
+    else:
+        sum_columns(
+            program - row_programs, operands, totals, statistic_ptrs, strides, sizes, rows, cols,
+            LOAD_COLUMNS, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, ACCUMULATE, ACCUMULATORS,
+            IS_CENTERED, COMPUTE, SUM_ROWS, SUM_COLS,
+        )  # fmt: skip

@@ -42,21 +42,28 @@ class BackwardLaunch:
         written = tuple(gradients[i] for i in problem.written)
         statistics = tuple(statistics)
         programs, sums = self.programs, self.sums
-        partials = tuple(torch.empty(s.numel, dtype=problem.compute, device=device) for s in sums)
+        totals = tuple(gradients[i] for i in problem.reduced)
+        if self.are_few:
+            partials = totals  # there are none
+        else:
+            partials = tuple(torch.empty(s.numel, dtype=problem.compute, device=device) for s in sums)
         before = (space.strides, space.sizes, space.rows)
         with on_device(gradients[0]):
             shared: tuple[Any, ...] = ()  # what the programs of one row need from each other
-            if self.plan.pattern == TEAM:
+            after: tuple[Any, ...] = ()
+            if self.plan.pattern == ROW:
+                shared, after = (totals if self.has_totals else (),), (programs[0],)
+                programs = (programs[0] + self.sum_programs, 1)
+            elif self.plan.pattern == TEAM:
                 shared = (mailbox(self.plan, device),)
             elif self.plan.pattern == LONG_ROW:
                 shared = (tuple(torch.empty_like(statistic) for statistic in statistics),)
                 if self.sums_kernel is not None:
                     self.sums_kernel.launch((space.rows, 1), read, *shared, statistics, *before, space.cols)
             self.kernel.launch(
-                programs, read, written, partials, *shared, statistics, *before, space.groups, space.cols
+                programs, read, written, partials, *shared, statistics, *before, space.groups, space.cols, *after
             )
-            if self.column_sum is not None:
-                totals = tuple(gradients[i] for i in problem.reduced)
+            if self.column_sum is not None and not self.are_few:
                 launch_sums(self.column_sum, self.column_sum_plan, partials, totals, sums)
 
     def described(self, operands: int) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
@@ -68,12 +75,29 @@ class BackwardLaunch:
         counts = (operands, len(problem.norm.statistics), 1, len(problem.wanted), len(problem.reduced))
         read, statistics, grads, gradients, partials = slots(*counts)
         written = tuple(gradients[i] for i in problem.written)
-        before = (space.strides, space.sizes, space.rows, space.groups, space.cols)
-        found = [describe(self.kernel, self.programs, (*read, *grads), written, partials, statistics, *before)]
-        if self.column_sum is not None:
-            totals = tuple(gradients[i] for i in problem.reduced)
+        totals = tuple(gradients[i] for i in problem.reduced)
+        before = (space.strides, space.sizes, space.rows, space.groups, space.cols, self.programs[0])
+        given = (written, totals if self.are_few else partials, totals if self.has_totals else ())
+        programs = (self.programs[0] + self.sum_programs, 1)
+        found = [describe(self.kernel, programs, (*read, *grads), *given, statistics, *before)]
+        if self.column_sum is not None and not self.are_few:
             found.append(describe(self.column_sum, *sum_arguments(self.column_sum_plan, partials, totals, self.sums)))
-        return None if None in found else (tuple(s.numel for s in self.sums), tuple(found))
+        sizes = () if self.are_few else tuple(s.numel for s in self.sums)
+        return None if None in found else (sizes, tuple(found))
+
+    @cached_property
+    def has_totals(self) -> bool:
+        """Whether programs of the same launch may sum over rows."""
+        return grid.sum_tile(self.plan, self.problem)[1] > 0
+
+    @cached_property
+    def sum_programs(self) -> int:
+        return grid.sum_programs(self.plan, self.space, self.problem)
+
+    @property
+    def are_few(self) -> bool:
+        """Rows, so that these do."""
+        return self.sum_programs > 0
 
     @cached_property
     def programs(self) -> tuple[int, int]:

@@ -13,6 +13,8 @@ from warpnorm.space import Space
 # more: each leaves a partial row, which has to be summed
 MANY_PROGRAMS = 128
 BLOCKS_A_PROGRAM = 4
+# Rows up to which other programs of the same launch sum over them
+FEW_ROWS = 128
 
 
 class Sum(NamedTuple):
@@ -47,6 +49,20 @@ def backward(plan: Plan, space: Space) -> tuple[int, int]:
     if plan.pattern == LONG_ROW:
         return by_cols, by_rows
     return (min(by_rows, plan.programs), plan.splits) if plan.pattern == TEAM else (by_rows, 1)
+
+
+def sum_tile(plan: Plan, problem: BackwardProblem) -> tuple[int, int]:
+    """Rows and columns that these have at once; none where there are no such programs."""
+    if plan.pattern != ROW_PATTERN or not problem.sums_by_columns:
+        return 1, 0
+    cols = max(32, min(problem.cols_class // 64, 128))
+    return max(plan.warps * 512 // cols, 16), cols
+
+
+def sum_programs(plan: Plan, space: Space, problem: BackwardProblem) -> int:
+    """How many there are."""
+    cols = sum_tile(plan, problem)[1]
+    return -(-space.cols // cols) if cols and space.rows <= FEW_ROWS and space.groups == 1 else 0
 
 
 def _shares(plan: Plan, space: Space) -> tuple[int, int]:

@@ -1,6 +1,8 @@
 """The fuzzer: it finds nothing where nothing is wrong, and what is wrong it finds, shrinks and prints as code."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +10,9 @@ import torch
 
 from warpnorm import functional, settings
 from warpnorm.cli import main
-from warpnorm.fuzz import check, run
+from warpnorm.fuzz import batches, check, run
 from warpnorm.fuzz.case import LAYOUTS, VALUES, Case, Operand
+from warpnorm.fuzz.draws import Draws
 from warpnorm.fuzz.kinds import Choice
 from warpnorm.fuzz.run import Limits
 
@@ -18,7 +21,8 @@ PLAIN = ("plain", "rms_norm", "float32", "contiguous")
 
 
 @pytest.mark.parametrize("words", [("plain",), ("fused", "rms_norm", "batch_norm", "float32")], ids=" ".join)
-def test_a_short_run_finds_nothing(words: tuple[str, ...]) -> None:
+def test_a_short_run_finds_nothing(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "SHAPES", 1)
     found = run.fuzz(Limits(60, functions=2), 3, "cpu", words)
     assert found.failures == [], [(failure.why, failure.code) for failure in found.failures]
     assert found.functions == 2
@@ -77,6 +81,20 @@ def test_a_round_says_its_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     (failure,) = run.fuzz(Limits(60), 5, "cpu", PLAIN).failures
     assert failure.why == "late"
     assert failure.seed > 5
+
+
+def test_a_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kernel that reached past its memory every call fails, simpler ones too."""
+
+    def fail(case: Case, device: str) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(run, "check", fail)
+    monkeypatch.setattr(run, "is_lost", lambda device: True)
+    found = run.fuzz(Limits(60), 5, "cpu", PLAIN)
+    assert found.cases == 1
+    (failure,) = found.failures
+    assert failure.case == batches.batch(Draws(5), Choice.of(PLAIN), check.forced_route("cpu"), False).cases[0]
 
 
 RIGHT = Case("return x0 * 2", "return x0 * 2", (Operand((4, 5), F32, wants_grad=False),))
@@ -162,7 +180,18 @@ def test_the_command_fails_where_something_is_wrong(
     assert "2 failures; seed 7" in printed
 
 
+def test_the_command_ends_after_so_many_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ["--seed", "7", "--device", "cpu", "--cases", "5", "--json", str(tmp_path / "run.json")]
+    with settings.override(route="reference"):
+        assert main(["fuzz", *options, "--only", *PLAIN]) == 0
+    assert "5 cases in 1 functions" in capsys.readouterr().out
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert (written["cases"], written["failures"], written["only"]) == (5, [], list(PLAIN))
+
+
 SAID = {
+    "--cases is 0": ["--cases", "0"],
+    "--jobs is -1": ["--jobs", "-1"],
     "--only layer": ["--only", "layer"],
     "--minutes is 0.0": ["--minutes", "0"],
     "there is no GPU here": ["--device", "cuda"],

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from warpnorm import functional
 from warpnorm.fuse import fuse
+from warpnorm.fuzz import truth
 
 Shape = tuple[int, ...]
 
@@ -103,6 +104,11 @@ class Case:
         return function_of(self.names, self.theirs, False)
 
     @property
+    def of_truth(self) -> Callable[..., Any]:
+        """The same, closer to the true values."""
+        return function_of(self.names, self.theirs, False, is_close=True)
+
+    @property
     def of_kinks(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         before, _, _ = self.theirs.rpartition("return ")
         return function_of(self.names, f"{before}return ({self.kinks},)", False)
@@ -170,8 +176,8 @@ def run(function, operands):
 
 
 @lru_cache(maxsize=64)
-def function_of(names: str, body: str, is_fused: bool) -> Callable[..., Any]:
-    space: dict[str, Any] = {"torch": torch, "F": F, "warpnorm": functional}
+def function_of(names: str, body: str, is_fused: bool, is_close: bool = False) -> Callable[..., Any]:
+    space: dict[str, Any] = {"torch": torch, "F": F, "warpnorm": functional} | (truth.NAMES if is_close else {})
     exec(_definition("program", names, body), space)
     return fuse(space["program"]) if is_fused else space["program"]
 

@@ -94,7 +94,6 @@ class Worker:
 
     @property
     def how_it_died(self) -> str:
-        self.process.join()
         code = self.process.exitcode or 0
         return f"died of {signal.Signals(-code).name}" if code < 0 else f"ended by itself, with exit code {code}"
 
@@ -142,12 +141,14 @@ def _listen(workers: dict[Any, Worker], found: Found, device: str) -> None:
         if worker.hear(found):
             continue
         del workers[wire]
+        worker.process.join(ENDING)
         if not worker.has_ended:
             found.failures.append(worker.failure(worker.how_it_died, device))
     for wire, worker in list(workers.items()):
         if time.monotonic() > worker.since + HANGING:
             del workers[wire]
             worker.process.kill()
+            worker.process.join(ENDING)
             found.failures.append(worker.failure(f"does not end: {HANGING:.0f} seconds have passed", device))
 
 

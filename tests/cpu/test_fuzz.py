@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,18 @@ def test_a_seed_repeats_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     run.fuzz(Limits(60, functions=3), 8, "cpu")  # the second round by itself
     assert met == again[-len(met) :]
     assert len({case.ours for case in again}) > 3
+
+
+def test_a_gpu_gets_large_calls_too() -> None:
+    drawn = [batches.batch(Draws(seed), Choice(), "kernels", True) for seed in range(60)]
+    sizes = {case.operands[0].shape for batch in drawn for case in batch.cases}
+    assert max(map(prod, sizes)) <= batches.LARGEST_ON_GPU * 2
+    assert sum(prod(size) > batches.LARGEST for size in sizes) > len(sizes) // 10
+    assert any(size[-1] > 50_000 for size in sizes), "rows that no program holds"
+    assert any(len(size) == 4 and size[2] == size[3] >= 28 and size[1] >= 16 for size in sizes), "images"
+    for batch in drawn[:5]:
+        for case, choices in zip(batch.cases, batch.choices, strict=True):
+            assert batches.single(Draws(given=choices), Choice(), "kernels", True) == case, "by itself"
 
 
 def test_a_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ CHANNELS = (8, 16, 24, 32, 48, 64, 128, 256)  # of a group
 SIDES = (7, 8, 14, 16, 28, 32, 56, 57, 64, 112)
 LINES = (196, 1024, 3136, 4096, 12544)  # positions of one dimension
 MOST_SAMPLES = 64
-SMALL = 1 << 11  # elements of a call that is differentiated twice
+SMALL = 1 << 11  # the same of a call that is differentiated twice
 COUNTS = {"plain": (16, 32, 48), "fused": (32, 48, 64)}  # cases of one kind, which is compiled a few times
 SHAPES = 3  # of one kind, at most
 
@@ -77,9 +77,9 @@ def kind_of(draws: Draws, choice: Choice, route: str) -> Kind:
 
 
 def inner_of(draws: Draws, kind: Kind, has_gpu: bool) -> Inner:
-    if has_gpu and draws.flag(3):
+    if has_gpu and not kind.is_twice and draws.flag(3):
         return _large_rows(draws, kind) if kind.cols else _large_images(draws, kind)
-    left, sizes = LARGEST, []
+    left, sizes = SMALL if kind.is_twice else LARGEST, []
     for position in reversed(range(_is_free(kind), kind.dims)):
         allowed = [size for size in (WIDTHS if position == kind.dims - 1 else SIZES) if size <= left]
         sizes.append(draws.pick(allowed))
@@ -103,7 +103,8 @@ def _large_rows(draws: Draws, kind: Kind) -> Inner:
 def _large_images(draws: Draws, kind: Kind) -> Inner:
     sides = kind.dims - 2
     if sides == 0:
-        return Inner((draws.pick(WIDTHS),), 513)
+        width = draws.pick(WIDTHS)
+        return Inner((width,), min(513, LARGEST_ON_GPU // prod(kind.shapes((1, width))[0])))
     channels = draws.pick(CHANNELS)
     most = LARGEST_ON_GPU // 4 // channels
     if sides == 1:
@@ -111,7 +112,7 @@ def _large_images(draws: Draws, kind: Kind) -> Inner:
     else:
         allowed = [side for side in SIDES if side**sides <= most]
         side = draws.pick(allowed)
-        positions = [side] * (sides - 1) + [draws.pick((side, *allowed)) if sides == 2 else side]
+        positions = [side] * (sides - 1) + [draws.pick(allowed) if sides == 2 and draws.flag(3) else side]
     sample = prod(kind.shapes((1, channels, *positions))[0])
     return Inner((channels, *positions), max(1, min(LARGEST_ON_GPU // sample, MOST_SAMPLES)))
 
@@ -129,5 +130,5 @@ def case_of(draws: Draws, kind: Kind, inner: Inner) -> Case:
         wide = kind.operands[0].dtype in (torch.float32, torch.float64)
         special = ("far_from_zero", "tiny") if wide else ("small",)
         values = draws.pick(("normal", "normal", "normal", *special, "huge"))
-    is_twice = kind.is_twice and values == "normal" and 0 < prod(sizes) <= SMALL
+    is_twice = kind.is_twice and values == "normal" and prod(sizes) > 0
     return kind.case(tuple(sizes), draws.below(10_000), values, is_twice)

@@ -59,7 +59,7 @@ def fused_kinds(draws: Draws, choice: Choice, norm: str) -> Kind:
     operands = fused_operands(draws, choice, count + 1)
     names = [f"x{k}" for k in range(count + 1)]
     kinks: list[str] = []
-    has_kinks = draws.flag(3)
+    has_kinks = draws.flag()
     lines = steps(draws, names, "a", kinks if has_kinks else None)
     # Neither adding what is constant along a row nor scaling it would do: the norm undoes both
     lines.append(f"h = x0 + {draws.pick(lines_of(lines) + names)} * torch.sin(x0)")

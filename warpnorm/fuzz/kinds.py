@@ -44,7 +44,7 @@ class Choice:
 @dataclass(frozen=True)
 class Kind:
     """A call but for its sizes: `shapes` gives those of the operands for the sizes that are drawn. `cols` of these, the last
-    ones, are columns of a norm over rows. `is_twice`: gradients of gradients too, where there are few elements."""
+    ones, are columns of a norm over rows. `is_twice`: gradients of gradients too, of few elements."""
 
     ours: str
     theirs: str

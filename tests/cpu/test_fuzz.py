@@ -147,6 +147,38 @@ def test_what_a_dtype_cannot_hold_is_no_error() -> None:
     )
 
 
+BATCH = "m, v = x1.clone(), x2.clone()\nreturn {0}.batch_norm(x0, m, v, training=True, eps=1e-05), m, v"
+F16, F64 = torch.float16, torch.float64
+NO_ERRORS = {
+    "PyTorch's float64 adds up one after another": Case(
+        "return warpnorm.instance_norm(x0)", "return F.instance_norm(x0)", (Operand((3, 1, 8191), F64),)
+    ),
+    "PyTorch itself overflows in several dtypes": Case(
+        BATCH.format("warpnorm"),
+        BATCH.format("F"),
+        (
+            Operand((32, 16), F16, "transposed", "huge"),
+            Operand((16,), F32, wants_grad=False),
+            Operand((16,), F32, values="positive", wants_grad=False),
+        ),
+        is_mixed=True,
+    ),
+    "a kink at zero, where a row of one column is": Case(
+        "return F.relu(F.layer_norm(x0, x0.shape[-1:]))",
+        "return F.relu(F.layer_norm(x0, x0.shape[-1:]))",
+        (Operand((5, 1), F32),),
+        is_fused=True,
+        kinks="F.layer_norm(x0, x0.shape[-1:])",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_ERRORS)
+def test_what_is_no_error(what: str) -> None:
+    with check.quiet():
+        check.check(NO_ERRORS[what], "cpu")
+
+
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands_are_what_they_say(layout: str, values: str) -> None:

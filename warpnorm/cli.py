@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import json
 import random
 import re
 import sys
@@ -18,7 +19,8 @@ from warpnorm.bench.demo import run_demo
 from warpnorm.bench.documents import write_documents
 from warpnorm.bench.run import Run, default_device, device_name, own_stream, run_cases
 from warpnorm.errors import UnavailableError
-from warpnorm.fuzz.run import run_fuzz
+from warpnorm.fuzz.run import Limits
+from warpnorm.fuzz.show import run_fuzz
 from warpnorm.plan import device as devices
 from warpnorm.version import VERSION
 
@@ -142,15 +144,26 @@ def _parser() -> argparse.ArgumentParser:
         commands, "fuzz", "random calls held against float64, until the time is up",
         "Norms, shapes, strides, dtypes, eps, which gradients, plain or in a fused function, all at random, on NaN-filled "
         "memory: as accurate as PyTorch, the same bits at a second time, inputs unchanged. What fails is shrunk and printed "
-        "as code to paste. Needs hypothesis. Fails if anything is wrong.",
+        "as code to paste, with the seed of its round. Of several processes one that dies is such a failure too. Fails if "
+        "anything is wrong.",
         "fuzz --minutes 10", "fuzz --minutes 1 --seed 7 --only fused layer_norm rms_norm float16",
+        "fuzz --minutes 10 --cases 20000 --jobs 16 --json fuzz.json",
     )  # fmt: skip
     fuzz.add_argument("--minutes", metavar="N", type=float, default=1.0, help="for how long: 1")
-    fuzz.add_argument("--seed", metavar="S", type=int, help="repeats the run that printed it; without one any")
+    fuzz.add_argument("--cases", metavar="N", type=int, help="end earlier, when so many are done")
+    fuzz.add_argument(
+        "--jobs",
+        metavar="N",
+        type=int,
+        default=1,
+        help="processes that share the rounds: 1; most time goes into compiling",
+    )
+    fuzz.add_argument("--seed", metavar="S", type=int, help="repeats the run or round that printed it; without one any")
     fuzz.add_argument("--device", choices=("cpu", "cuda"), help="where: on the GPU if there is one")
     fuzz.add_argument(
         "--only", metavar="WORD", nargs="+", default=(), help="norms, dtypes, layouts, plain or fused: 'fused rms_norm'"
     )
+    fuzz.add_argument("--json", metavar="FILE", type=Path, help="write here what was done and what failed")
     fuzz.set_defaults(run=_fuzz)
     check = _command(
         commands, "check", "what is installed and works here: a page to paste into a bug report",
@@ -246,9 +259,18 @@ def _fuzz(parsed: argparse.Namespace, console: Console) -> int:
         raise ValueError("--device cuda: there is no GPU here")
     if not 0 < parsed.minutes < float("inf"):
         raise ValueError(f"--minutes is {parsed.minutes}, but must be more than 0")
+    for name, number in (("cases", parsed.cases), ("jobs", parsed.jobs)):
+        if number is not None and number < 1:
+            raise ValueError(f"--{name} is {number}, but must be at least 1")
+    if parsed.json:
+        parsed.json.parent.mkdir(parents=True, exist_ok=True)
     seed = random.randrange(10**6) if parsed.seed is None else parsed.seed
     words = [word for argument in parsed.only for word in argument.split()]
-    found = run_fuzz(console, parsed.minutes, seed, device, words)
+    limits = Limits(60 * parsed.minutes, parsed.cases)
+    found = run_fuzz(console, limits, seed, device, words, parsed.jobs)
+    if parsed.json:
+        how = {"jobs": parsed.jobs, "only": words}
+        parsed.json.write_text(json.dumps(report.head(device_name(device)) | how | found.record, indent=1) + "\n")
     if found.is_interrupted:
         return INTERRUPTED
     return 1 if found.failures else 0

@@ -1,7 +1,9 @@
 """The fuzzer: it finds nothing where nothing is wrong, and what is wrong it finds, shrinks and prints as code."""
 
-import sys
+import json
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,19 +11,22 @@ import torch
 
 from warpnorm import functional, settings
 from warpnorm.cli import main
-from warpnorm.fuzz import check, run
+from warpnorm.fuzz import batches, check, run
 from warpnorm.fuzz.case import LAYOUTS, VALUES, Case, Operand
-from warpnorm.fuzz.strategies import Choice
+from warpnorm.fuzz.draws import Draws
+from warpnorm.fuzz.kinds import Choice
+from warpnorm.fuzz.run import Limits
 
 F32 = torch.float32
 PLAIN = ("plain", "rms_norm", "float32", "contiguous")
 
 
 @pytest.mark.parametrize("words", [("plain",), ("fused", "rms_norm", "batch_norm", "float32")], ids=" ".join)
-def test_a_short_run_finds_nothing(words: tuple[str, ...]) -> None:
-    found = run.fuzz(60, 3, "cpu", words, batches=2)
+def test_a_short_run_finds_nothing(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "SHAPES", 1)
+    found = run.fuzz(Limits(60, functions=2), 3, "cpu", words)
     assert found.failures == [], [(failure.why, failure.code) for failure in found.failures]
-    assert found.batches == 2
+    assert found.functions == 2
     assert found.cases > 2
 
 
@@ -30,14 +35,26 @@ def test_a_seed_repeats_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "check", lambda case, device: met.append(case))
     monkeypatch.setattr(run, "BATCHES", 3)
     for _ in range(2):
-        run.fuzz(60, 7, "cpu", batches=6)
+        run.fuzz(Limits(60, functions=6), 7, "cpu")
     half = len(met) // 2
     assert met[:half] == met[half:]
     again = met[:half]
     met.clear()
-    run.fuzz(60, 8, "cpu", batches=3)  # the second round by itself
+    run.fuzz(Limits(60, functions=3), 8, "cpu")  # the second round by itself
     assert met == again[-len(met) :]
     assert len({case.ours for case in again}) > 3
+
+
+def test_a_gpu_gets_large_calls_too() -> None:
+    drawn = [batches.batch(Draws(seed), Choice(), "kernels", True) for seed in range(60)]
+    sizes = {case.operands[0].shape for batch in drawn for case in batch.cases}
+    assert max(map(prod, sizes)) <= batches.LARGEST_ON_GPU * 2
+    assert sum(prod(size) > batches.LARGEST for size in sizes) > len(sizes) // 10
+    assert any(size[-1] > 50_000 for size in sizes), "rows that no program holds"
+    assert any(len(size) == 4 and size[2] == size[3] >= 28 and size[1] >= 16 for size in sizes), "images"
+    for batch in drawn[:5]:
+        for case, choices in zip(batch.cases, batch.choices, strict=True):
+            assert batches.single(Draws(given=choices), Choice(), "kernels", True) == case, "by itself"
 
 
 def test_a_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +68,14 @@ def test_a_fault_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "forced_route", lambda device: "reference")
     monkeypatch.setattr(run, "MOST_FAILURES", 1)
     monkeypatch.setattr(check, "DRAWS", 4)
-    (failure,) = run.fuzz(60, 1, "cpu", PLAIN).failures
+    (failure,) = run.fuzz(Limits(60), 1, "cpu", PLAIN).failures
     assert failure.why.startswith("output 0: ")
     x = failure.case.operands[0]
     assert x.shape[-1] == 5, "the fewest columns"
     assert x.shape.count(1) == len(x.shape) - 1, "one row"
     assert len(failure.case.operands) == 1, "no weight"
-    exec(failure.code, {})
+    with check.poisoned():
+        exec(failure.code, {})
     assert "import warpnorm" in failure.code
 
 
@@ -67,15 +85,29 @@ def test_a_round_says_its_own_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(case: Case, device: str) -> None:
         nonlocal calls
         calls += 1
-        if calls > 30:
+        if calls > 60:
             raise check.WrongError("late")
 
     monkeypatch.setattr(run, "check", fail)
     monkeypatch.setattr(run, "BATCHES", 1)
     monkeypatch.setattr(run, "MOST_FAILURES", 1)
-    (failure,) = run.fuzz(60, 5, "cpu", PLAIN).failures
+    (failure,) = run.fuzz(Limits(60), 5, "cpu", PLAIN).failures
     assert failure.why == "late"
     assert failure.seed > 5
+
+
+def test_a_lost_device_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kernel that reached past its memory every call fails, simpler ones too."""
+
+    def fail(case: Case, device: str) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(run, "check", fail)
+    monkeypatch.setattr(run, "is_lost", lambda device: True)
+    found = run.fuzz(Limits(60), 5, "cpu", PLAIN)
+    assert found.cases == 1
+    (failure,) = found.failures
+    assert failure.case == batches.batch(Draws(5), Choice.of(PLAIN), check.forced_route("cpu"), False).cases[0]
 
 
 RIGHT = Case("return x0 * 2", "return x0 * 2", (Operand((4, 5), F32, wants_grad=False),))
@@ -98,7 +130,7 @@ WRONG = {
 
 @pytest.mark.parametrize("what", WRONG)
 def test_what_a_check_sees(what: str) -> None:
-    with check.poisoned():
+    with check.quiet():
         check.check(RIGHT, "cpu")
         with pytest.raises(check.WrongError) as raised:
             check.check(WRONG[what].seeded(4), "cpu")
@@ -113,6 +145,38 @@ def test_what_a_dtype_cannot_hold_is_no_error() -> None:
     check.check(
         Case("return " + call.format("warpnorm"), "return " + call.format("F"), operands, is_widened=True), "cpu"
     )
+
+
+BATCH = "m, v = x1.clone(), x2.clone()\nreturn {0}.batch_norm(x0, m, v, training=True, eps=1e-05), m, v"
+F16, F64 = torch.float16, torch.float64
+NO_ERRORS = {
+    "PyTorch's float64 adds up one after another": Case(
+        "return warpnorm.instance_norm(x0)", "return F.instance_norm(x0)", (Operand((3, 1, 8191), F64),)
+    ),
+    "PyTorch itself overflows in several dtypes": Case(
+        BATCH.format("warpnorm"),
+        BATCH.format("F"),
+        (
+            Operand((32, 16), F16, "transposed", "huge"),
+            Operand((16,), F32, wants_grad=False),
+            Operand((16,), F32, values="positive", wants_grad=False),
+        ),
+        is_mixed=True,
+    ),
+    "a kink at zero, where a row of one column is": Case(
+        "return F.relu(F.layer_norm(x0, x0.shape[-1:]))",
+        "return F.relu(F.layer_norm(x0, x0.shape[-1:]))",
+        (Operand((5, 1), F32),),
+        is_fused=True,
+        kinks="F.layer_norm(x0, x0.shape[-1:])",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NO_ERRORS)
+def test_what_is_no_error(what: str) -> None:
+    with check.quiet():
+        check.check(NO_ERRORS[what], "cpu")
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -151,6 +215,7 @@ def test_the_command_fails_where_something_is_wrong(
         raise check.WrongError("output 0: wrong")
 
     monkeypatch.setattr(run, "check", fail)
+    monkeypatch.setattr(run, "BATCHES", 1)
     monkeypatch.setattr(run, "MOST_FAILURES", 2)
     assert main(["fuzz", "--seed", "7", "--device", "cpu", "--only", *PLAIN]) == 1
     printed = capsys.readouterr().out
@@ -160,7 +225,18 @@ def test_the_command_fails_where_something_is_wrong(
     assert "2 failures; seed 7" in printed
 
 
+def test_the_command_ends_after_so_many_cases(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ["--seed", "7", "--device", "cpu", "--cases", "5", "--json", str(tmp_path / "run.json")]
+    with settings.override(route="reference"):
+        assert main(["fuzz", *options, "--only", *PLAIN]) == 0
+    assert "5 cases in 1 functions" in capsys.readouterr().out
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert (written["cases"], written["failures"], written["only"]) == (5, [], list(PLAIN))
+
+
 SAID = {
+    "--cases is 0": ["--cases", "0"],
+    "--jobs is -1": ["--jobs", "-1"],
     "--only layer": ["--only", "layer"],
     "--minutes is 0.0": ["--minutes", "0"],
     "there is no GPU here": ["--device", "cuda"],
@@ -173,9 +249,3 @@ def test_what_cannot_be_is_said(what: str, capsys: pytest.CaptureFixture[str]) -
         pytest.skip("there is one")
     assert main(["fuzz", *SAID[what]]) == 2
     assert what in capsys.readouterr().out
-
-
-def test_without_hypothesis(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "hypothesis", None)
-    assert main(["fuzz", "--device", "cpu"]) == 2
-    assert "fuzz needs hypothesis: pip install hypothesis" in capsys.readouterr().out

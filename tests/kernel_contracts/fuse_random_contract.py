@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import warpnorm
 from kernel_contracts.fuse_operators_contract import check_fused
-from warpnorm.fuzz.strategies import lines_of, steps
+from warpnorm.fuzz.draws import Draws
+from warpnorm.fuzz.fused import lines_of, steps
 
 EXAMPLES = 25
 NORMS = {"layer": "F.layer_norm(h, h.shape[-{0}:])", "rms": "F.rms_norm(h, h.shape[-{0}:], eps=1e-5)"}
@@ -48,17 +49,28 @@ class Program:
         return "\n".join([self.source, *(f"x{k}: {operand}" for k, operand in enumerate(self.operands))])
 
 
+class Drawn(Draws):
+    """Choices that Hypothesis makes."""
+
+    def __init__(self, draw: st.DrawFn) -> None:
+        super().__init__()
+        self._draw = draw
+
+    def below(self, count: int) -> int:
+        return self._draw(st.integers(0, count - 1))
+
+
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
     shape = (*draw(st.lists(st.integers(1, 4), max_size=3)), draw(st.sampled_from((24, 33, 40, 64))))
     operands = draw(operands_of(shape))
     names = [f"x{k}" for k in range(len(operands))]
-    lines = draw(steps(names, "a"))
+    lines = steps(Drawn(draw), names, "a")
     # Neither adding what is constant along a row nor scaling it would do: the norm undoes both
     lines.append(f"h = x0 + {draw(st.sampled_from(lines_of(lines) + names))} * torch.sin(x0)")
     norm = draw(st.sampled_from(sorted(NORMS)))
     lines.append("y = " + NORMS[norm].format(draw(st.integers(1, min(2, len(shape))))))
-    after = draw(steps(["y", "h", *names], "b"))
+    after = steps(Drawn(draw), ["y", "h", *names], "b")
     lines += after
     results = [f"y * {draw(st.sampled_from([*lines_of(after), 'h', *names]))}"]
     results += draw(st.lists(st.sampled_from(["y", "h", "h * y", "torch.sin(h) + y"]), max_size=2, unique=True))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from warpnorm import functional
 from warpnorm.fuse import fuse
+from warpnorm.fuzz import truth
 
 Shape = tuple[int, ...]
 
@@ -61,11 +62,11 @@ class Operand:
         layout = LAYOUTS[self.layout]
         if len(self.shape) < layout.least_dims or 0 in self.shape:
             layout = LAYOUTS["contiguous"]
-        generator = f"torch.Generator().manual_seed({seed})"
-        drawn = f"torch.randn({layout.base(self.shape)}, generator={generator}, dtype=torch.double)"
+        generator = f"torch.Generator({device!r}).manual_seed({seed})"
+        drawn = f"torch.randn({layout.base(self.shape)}, generator={generator}, device={device!r}, dtype=torch.double)"
         drawn = VALUES[self.values].replace("t", drawn, 1)
         drawn = f"({drawn})" if " " in VALUES[self.values] else drawn
-        moved = f"{drawn}.to({device!r}, {self.dtype})"
+        moved = f"{drawn}.to({self.dtype})"
         words = {"shape": self.shape, "last": self.shape[-1:], "backwards": tuple(reversed(range(len(self.shape))))}
         return layout.view.format(**words).replace("t", moved, 1)
 
@@ -76,7 +77,8 @@ class Operand:
 @dataclass(frozen=True)
 class Case:
     """`ours` and `theirs` are the bodies of functions of x0, x1, ...; the same where `ours` is to be fused. `is_widened`:
-    PyTorch has no such call in these dtypes, and is asked in the dtype of computation."""
+    PyTorch has no such call, and is asked in the dtype of computation; `is_mixed`: of several dtypes, in which it may have
+    it. `is_twice`: gradients of gradients too. `kinks`: what is zero where the function has one."""
 
     ours: str
     theirs: str
@@ -84,6 +86,9 @@ class Case:
     seed: int = 0
     is_fused: bool = False
     is_widened: bool = False
+    is_mixed: bool = False
+    is_twice: bool = False
+    kinks: str = ""
     route: str = "auto"
 
     @property
@@ -97,6 +102,16 @@ class Case:
     @property
     def of_theirs(self) -> Callable[..., Any]:
         return function_of(self.names, self.theirs, False)
+
+    @property
+    def of_truth(self) -> Callable[..., Any]:
+        """The same, closer to the true values."""
+        return function_of(self.names, self.theirs, False, is_close=True)
+
+    @property
+    def of_kinks(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        before, _, _ = self.theirs.rpartition("return ")
+        return function_of(self.names, f"{before}return ({self.kinks},)", False)
 
     def make(self, seed: int, device: str) -> list[torch.Tensor]:
         return [operand.make(100 * seed + i, device) for i, operand in enumerate(self.operands)]
@@ -120,34 +135,49 @@ class Case:
         lines += [
             f"operands = [{self.names}]",
             f"wanted = {[i for i, o in enumerate(self.operands) if o.wants_grad]}",
+            f"is_twice = {self.is_twice}",
             RUNNING,
+            "torch.use_deterministic_algorithms(True, warn_only=True)  # fresh memory is NaN",
             f"with settings.override(route={self.route!r}):",
             "    found = run(ours, operands)",
-            "truth = run(theirs, [x.double().cpu() for x in operands])",
+            "with torch.backends.cudnn.flags(enabled=False):",
+            "    truth = run(theirs, [x.double() for x in operands])",
             f"for name, one, other in zip({list(names)}, found, truth):",
-            "    print(name, one.dtype, tuple(one.shape), (one.cpu().double() - other).abs().max().item())",
+            "    print(name, one.dtype, tuple(one.shape), (one.double() - other).abs().max().item())",
         ]
         return "\n".join(lines)
 
 
 RUNNING = """
 
+def grads_for(outputs, first):
+    for k, y in enumerate(outputs, first):
+        generator = torch.Generator(y.device).manual_seed(k)
+        drawn = torch.randn(y.shape, generator=generator, device=y.device, dtype=torch.double)
+        yield drawn.bfloat16().to(y.dtype)
+
+
 def run(function, operands):
     leaves = [x.detach().requires_grad_(i in wanted) for i, x in enumerate(operands)]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grown = [y for y in outputs if y.requires_grad]
-    generators = [torch.Generator().manual_seed(k) for k in range(len(grown))]
-    grads = [torch.randn(y.shape, generator=g, dtype=torch.double).bfloat16().to(y) for y, g in zip(grown, generators)]
-    gradients = torch.autograd.grad(grown, [leaves[i] for i in wanted], grads, allow_unused=True) if grown else ()
-    return [*(y.detach() for y in outputs), *(g for g in gradients if g is not None)]
+    results, grown = [y.detach() for y in outputs], [y for y in outputs if y.requires_grad]
+    asked = [leaves[i] for i in wanted]
+    for first in (0, 100)[: 1 + is_twice]:
+        if grown and asked:
+            grads = [*grads_for(grown, first)]
+            grown = torch.autograd.grad(grown, asked, grads, allow_unused=True, create_graph=is_twice)
+            grown = [g for g in grown if g is not None]
+            results += [g.detach() for g in grown]
+            grown = [g for g in grown if g.requires_grad]
+    return results
 
 """
 
 
 @lru_cache(maxsize=64)
-def function_of(names: str, body: str, is_fused: bool) -> Callable[..., Any]:
-    space: dict[str, Any] = {"torch": torch, "F": F, "warpnorm": functional}
+def function_of(names: str, body: str, is_fused: bool, is_close: bool = False) -> Callable[..., Any]:
+    space: dict[str, Any] = {"torch": torch, "F": F, "warpnorm": functional} | (truth.NAMES if is_close else {})
     exec(_definition("program", names, body), space)
     return fuse(space["program"]) if is_fused else space["program"]
 

@@ -1,25 +1,27 @@
-"""Calls until the time is up: rounds of some batches, each with a seed of its own, which repeats it. What fails is
-shrunk, and the rounds go on."""
+"""Calls until the time is up: rounds of some batches, each with a seed of its own, which repeats it. What fails is made
+simpler, and the rounds go on."""
 
+import itertools
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-from warpnorm.errors import UnavailableError, WarpnormError
+from warpnorm.errors import WarpnormError
+from warpnorm.fuzz import batches as drawn
 from warpnorm.fuzz.case import Case
-from warpnorm.fuzz.check import WrongError, check, forced_route, names_of, poisoned
+from warpnorm.fuzz.check import WrongError, check, forced_route, is_lost, names_of, quiet
+from warpnorm.fuzz.draws import Draws, simplest
+from warpnorm.fuzz.kinds import Choice
 
-BATCHES = 9  # in a round; from 10 on hypothesis begins with small ones
+BATCHES = 3  # in a round
 SHRINKING = 120.0  # seconds at most for one failure
 MOST_FAILURES = 10
 
 
-class TimeIsUpError(BaseException):
-    """Past hypothesis, which catches exceptions."""
+class TimeIsUpError(Exception):
+    """Also where so many cases are done, or failures found."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,7 @@ class Found:
     seed: int
     seconds: float = 0.0
     cases: int = 0
-    batches: int = 0
-    rounds: int = 0
+    functions: int = 0
     failures: list[Failure] = field(default_factory=list)
     is_interrupted: bool = False
 
@@ -50,80 +51,86 @@ class Found:
     def summary(self) -> str:
         rate = self.cases / max(self.seconds, 1e-9)
         wrong = f"{len(self.failures)} failure{'' if len(self.failures) == 1 else 's'}"
-        return f"{self.cases} cases in {self.batches} functions, {rate:.0f} a second, {wrong}; seed {self.seed}"
+        return f"{self.cases} cases in {self.functions} functions, {rate:.0f} a second, {wrong}; seed {self.seed}"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """As data."""
+        failures = [{"seed": f.seed, "why": f.why, "code": f.code} for f in self.failures]
+        return vars(self) | {"seconds": round(self.seconds, 1), "failures": failures}
 
 
-def fuzz(
-    seconds: float,
-    seed: int,
-    device: str,
-    words: Sequence[str] = (),
-    batches: int | None = None,
-    tell: Callable[[Found], None] = lambda found: None,
-) -> Found:
-    """Until the time is up, or so many batches are done."""
-    try:
-        from hypothesis import HealthCheck, Phase, given, settings
-        from hypothesis import seed as seeded
+@dataclass(frozen=True)
+class Limits:
+    """When a run ends, whichever comes first."""
 
-        from warpnorm.fuzz import strategies
-    except ModuleNotFoundError as error:
-        raise UnavailableError("fuzz needs hypothesis: pip install hypothesis") from error
-    strategy = strategies.batches(strategies.Choice.of(words), forced_route(device))
-    found, start = Found(seed), time.monotonic()
-    chosen = settings(
-        max_examples=BATCHES, deadline=None, database=None, report_multiple_bugs=False,
-        phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    seconds: float
+    cases: int | None = None
+    functions: int | None = None
 
-    def run_round(own_seed: int) -> None:
-        failed: list[tuple[Case, str]] = []  # each simpler than the one before
-        since = 0.0
+    def are_met(self, found: Found) -> bool:
+        counts = ((self.cases, found.cases), (self.functions, found.functions), (MOST_FAILURES, len(found.failures)))
+        return found.seconds > self.seconds or any(most is not None and count >= most for most, count in counts)
 
-        def run_batch(cases: list[Case]) -> None:
-            nonlocal since
-            now = time.monotonic()
-            if failed and now > since + SHRINKING:
-                raise TimeIsUpError
-            if not failed:
-                if now > start + seconds or (batches is not None and found.batches >= batches):
-                    raise TimeIsUpError
-                found.batches += 1
-            for case in cases:
-                if not failed:
-                    found.cases += 1
-                    found.seconds = time.monotonic() - start
-                    tell(found)
+
+class Watch(Protocol):
+    """Who is told what a run does, and ends it by TimeIsUpError."""
+
+    def begin(self, seed: int) -> None:
+        """A round."""
+
+    def function(self) -> None: ...
+
+    def case(self, case: Case) -> None: ...
+
+    def trial(self, case: Case) -> None:
+        """Something simpler than what failed."""
+
+    def failure(self, failure: Failure) -> None: ...
+
+
+def run_rounds(seeds: Iterable[int], device: str, words: Sequence[str], watch: Watch) -> None:
+    """Until `watch` ends it, or the device is lost."""
+    choice, route = Choice.of(words), forced_route(device)
+    for seed in seeds:
+        watch.begin(seed)
+        draws = Draws(seed)
+        for _ in range(BATCHES):
+            batch = drawn.batch(draws, choice, route, device == "cuda")
+            watch.function()
+            for case, choices in zip(batch.cases, batch.choices, strict=True):
+                watch.case(case)
                 try:
                     check(case, device)
                 except Exception as error:
-                    since = since or time.monotonic()
-                    failed.append((case, _said(error)))
-                    raise
+                    failed = [(case, _said(error))]  # each simpler than the one before
+                    try:
+                        _simplify(choices, choice, route, device, watch, failed)
+                    finally:
+                        watch.failure(Failure(*failed[-1], seed, device))
+                    if is_lost(device):
+                        return
+                    break  # the others of its function may well be wrong in the same way
 
+
+def _simplify(
+    choices: list[int], choice: Choice, route: str, device: str, watch: Watch, failed: list[tuple[Case, str]]
+) -> None:
+    since = time.monotonic()
+
+    def fails(case: Case) -> bool:
+        watch.trial(case)
         try:
-            seeded(own_seed)(chosen(given(strategy)(run_batch)))()
-        except TimeIsUpError:
-            if not failed:
-                raise
-        except Exception:
-            if not failed:
-                raise
-        finally:
-            if failed:
-                found.failures.append(Failure(*failed[-1], own_seed, device))
+            check(case, device)
+        except Exception as error:
+            failed.append((case, _said(error)))
+            return True
+        return False
 
-    try:
-        with poisoned():
-            while len(found.failures) < MOST_FAILURES:
-                run_round(seed + found.rounds)
-                found.rounds += 1
-    except TimeIsUpError:
-        pass
-    except KeyboardInterrupt:
-        found.is_interrupted = True
-    found.seconds = time.monotonic() - start
-    return found
+    def is_over() -> bool:
+        return time.monotonic() > since + SHRINKING or is_lost(device)
+
+    simplest(choices, lambda draws: drawn.single(draws, choice, route, device == "cuda"), fails, is_over)
 
 
 def _said(error: Exception) -> str:
@@ -132,17 +139,53 @@ def _said(error: Exception) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def run_fuzz(console: Console, minutes: float, seed: int, device: str, words: Sequence[str]) -> Found:
-    """With a line that says how far it is, and what failed at the end."""
-    console.print(f"seed {seed}, on {device} by {forced_route(device)}", highlight=False)
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
-    ) as progress:
-        task = progress.add_task("the first functions are compiled")
-        found = fuzz(60 * minutes, seed, device, words, tell=lambda f: progress.update(task, description=f.summary))
-    for number, failure in enumerate(found.failures, 1):
-        console.rule(f"failure {number}: --seed {failure.seed}", style="red")
-        console.print(failure.why, style="red", markup=False, highlight=False, soft_wrap=True)
-        console.print(failure.code, markup=False, highlight=False, soft_wrap=True)
-    console.print(found.summary, highlight=False, soft_wrap=True)
+class Here:
+    """A run in this process, which counts for itself."""
+
+    def __init__(self, found: Found, limits: Limits, tell: Callable[[Found], None]) -> None:
+        self.found, self._limits, self._tell, self._start = found, limits, tell, time.monotonic()
+
+    def begin(self, seed: int) -> None:
+        self._go_on()
+
+    def function(self) -> None:
+        self._go_on()
+        self.found.functions += 1
+
+    def case(self, case: Case) -> None:
+        self.found.seconds = time.monotonic() - self._start
+        if self.found.seconds > self._limits.seconds or self.found.cases == self._limits.cases:
+            raise TimeIsUpError
+        self.found.cases += 1
+        self._tell(self.found)
+
+    def trial(self, case: Case) -> None:
+        pass
+
+    def failure(self, failure: Failure) -> None:
+        self.found.failures.append(failure)
+
+    def _go_on(self) -> None:
+        self.found.seconds = time.monotonic() - self._start
+        if self._limits.are_met(self.found):
+            raise TimeIsUpError
+
+
+def fuzz(
+    limits: Limits,
+    seed: int,
+    device: str,
+    words: Sequence[str] = (),
+    tell: Callable[[Found], None] = lambda found: None,
+) -> Found:
+    """In this process."""
+    found, start = Found(seed), time.monotonic()
+    try:
+        with quiet():
+            run_rounds(itertools.count(seed), device, words, Here(found, limits, tell))
+    except TimeIsUpError:
+        pass
+    except KeyboardInterrupt:
+        found.is_interrupted = True
+    found.seconds = time.monotonic() - start
     return found

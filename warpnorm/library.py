@@ -3,7 +3,6 @@ stand for every call, forward and backward, each told by a text which call it is
 `pipeline.py` runs any call. Calls that nobody traces never come here."""
 
 from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -41,7 +40,8 @@ def _norm(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) 
         if call.norm.is_computed:
             named = statistics(call, *operands)
             found = tuple(named[name] for name in call.norm.statistics)
-    return [*outputs, *found]
+    shape = row_shape(call, tensors)
+    return [*outputs, *(statistic.view(shape) for statistic in found)]
 
 
 @torch.library.register_fake("warpnorm::norm", lib=_library)
@@ -51,7 +51,7 @@ def _(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> l
     device = pipeline.device_of(tensors)
     outputs = [pipeline.empty_output(call, _full(call, tensors), shape, dtype, device) for dtype in call.outputs]
     compute = compute_dtype([call.compute, *(t.dtype for t in tensors)])
-    rows = [torch.empty(rows_of(call, tensors), dtype=compute, device=device) for _ in call.norm.statistics]
+    rows = [torch.empty(row_shape(call, tensors), dtype=compute, device=device) for _ in call.norm.statistics]
     return [*outputs, *rows]
 
 
@@ -71,7 +71,7 @@ def _norm_backward(
     grads = _of_outputs(call, grad_outputs, given)
     found: dict[int, Any]
     if _is_run(call, operands):
-        found = pipeline.backward(call, operands, grads, rows, tuple(wanted))
+        found = pipeline.backward(call, operands, grads, [row.reshape(-1) for row in rows], tuple(wanted))
     else:
         leaves = [o.detach() if isinstance(o, torch.Tensor) else o for o in operands]
         by_definition = composite_gradients(call, leaves, [g if g is None else g.detach() for g in grads], wanted)
@@ -301,12 +301,12 @@ def _shape(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     return full[0].shape if full else torch.broadcast_shapes(*(t.shape for t in tensors))
 
 
-def rows_of(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    """How many rows there are."""
+def row_shape(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Of one number for each row: (C,), (N, groups), or the dimensions before the normalized ones."""
     shape = _shape(call, tensors)
     if call.norm.rows == CHANNEL:
-        return shape[1]
-    return shape[0] * call.groups if call.norm.rows == GROUPS else prod(shape[: len(shape) - call.col_dims])
+        return (shape[1],)
+    return (shape[0], call.groups) if call.norm.rows == GROUPS else tuple(shape[: len(shape) - call.col_dims])
 
 
 def _laid(output: torch.Tensor, call: Call, operands: Sequence[Any]) -> torch.Tensor:

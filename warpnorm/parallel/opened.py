@@ -47,15 +47,28 @@ class Opened(NamedTuple):
 
 
 def opened(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> Opened:
+    operands, layout, mesh = placed(prepared, tensors)
+    local = [_here(operand, layout) if is_sharded(operand) else operand for operand in operands]
+    group = mesh.get_group(layout.shared[0]) if layout.shared else None
+    return Opened(alone(prepared), local, _buffers(prepared.captured, tensors, layout), group, layout, mesh)
+
+
+def alone(prepared: Prepared) -> Prepared:
+    """For operands that are seen through views already."""
+    inputs = tuple(fusion.Input(k, ()) for k in range(len(prepared.inputs)))
+    return prepared._replace(inputs=inputs, order=None)
+
+
+def placed(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], Layout, Any]:
+    """The operands, DTensors through the function's views, how they are split, and their mesh."""
     captured = prepared.captured
     name = captured.call.norm.name
     if captured.draws:
         raise InputError(f"{name}: what is drawn for a DTensor has to be drawn by PyTorch, so that ranks agree")
     if captured.ranks:
         raise InputError(f"{name}: a DTensor says itself which ranks share its rows: call the norm of warpnorm instead")
-    operands: list[Any] = [
-        _seen(i, tensors, what) for i, what in zip(prepared.inputs, captured.names, strict=True)
-    ]
+    pairs = zip(prepared.inputs, captured.names, strict=True)
+    operands: list[Any] = [_seen(i, tensors, what) for i, what in pairs]
     meshes = [operand.device_mesh for operand in operands if is_sharded(operand)]
     if not meshes:
         raise InputError(f"{name}: none of its operands is a DTensor")
@@ -64,12 +77,35 @@ def opened(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> Opened:
             raise InputError(f"{name}: other operands are DTensors, but {what} is not: distribute it too")
     if any(mesh != meshes[0] for mesh in meshes):
         raise InputError(f"{name}: its operands are on different meshes")
-    layout = layout_of(captured, operands)
-    local = [_here(operand, layout) if is_sharded(operand) else operand for operand in operands]
-    inputs = tuple(fusion.Input(k, ()) for k in range(len(local)))
-    group = meshes[0].get_group(layout.shared[0]) if layout.shared else None
-    buffers = _buffers(captured, tensors, layout)
-    return Opened(prepared._replace(inputs=inputs, order=None), local, buffers, group, layout, meshes[0])
+    return operands, layout_of(captured, operands), meshes[0]
+
+
+def stand_ins(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Prepared, list[torch.Tensor], str]:
+    """Of a call that is described, not run: what it is prepared for, empty tensors like what lies here of its operands, and
+    how it runs. Whole ones where it runs as plain PyTorch."""
+    try:
+        operands, layout, mesh = placed(prepared, tensors)
+        _buffers(prepared.captured, tensors, layout)
+    except InputError as error:
+        return prepared, [_empty_like(tensor, tensor.shape) for tensor in tensors], f"as plain PyTorch, because {error}"
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    found = []
+    for operand in operands:
+        shape = list(operand.shape)
+        for size, rank, placement in zip(mesh.shape, coordinate, layout.operand(shape), strict=True):
+            if placement.is_shard():
+                longest = -(-shape[placement.dim] // size)
+                shape[placement.dim] = max(min(longest, shape[placement.dim] - rank * longest), 0)
+        found.append(_empty_like(operand, shape))
+    how = f", on what lies here of DTensors that are placed as {shown(layout.operand(layout.shape))}"
+    if layout.shared:
+        how += ", in three steps: ranks share its rows, so its statistics are taken first and exchanged"
+    return alone(prepared), found, how
+
+
+def _empty_like(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    empty = torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device)
+    return empty.requires_grad_(tensor.requires_grad)
 
 
 def _seen(input: fusion.Input, tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:

@@ -122,7 +122,8 @@ class Fused:
         if route == "native" and not pipeline.takes(call, operands):
             return self.__wrapped__(*given, **kwargs)
         if prepared.captured.ranks:
-            outputs = self._shared(prepared, call, operands, request.tensors, exchange.group_of(prepared.captured.ranks))
+            group = exchange.group_of(prepared.captured.ranks)
+            outputs = self._shared(prepared, call, operands, request.tensors, group)
             leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
             return pytree.tree_unflatten(leaves, prepared.captured.tree)
         running = running_of(prepared.captured.effects, call, operands, request.tensors)
@@ -153,7 +154,7 @@ class Fused:
         if here.group is not None:
             outputs = self._shared(prepared, call, operands, here.tensors, here.group, takes)
         else:
-            outputs = functional.normalize_and_average(call, operands, None, None) if takes else by_definition(call, operands)
+            outputs = pipeline.normalize(call, operands) if takes else by_definition(call, operands)
             for effect in prepared.captured.effects:
                 apply_effect(effect, call, outputs, here.tensors)
         placed = [here.placed(output) for output in outputs[: len(call.outputs)]]

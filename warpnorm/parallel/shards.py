@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import functional, library
+from warpnorm import compiled, functional, library
 from warpnorm.errors import InputError
 from warpnorm.parallel import functional as parallel
 from warpnorm.parallel import rules
@@ -193,3 +193,4 @@ def _shown(tensor: Any) -> str:
 
 functional.on_shards = run  # which is below this file, and does not know it
 library.on_shards = rules.register
+compiled.on_shards = rules.takes

@@ -219,12 +219,15 @@ def modulated(x: torch.Tensor, modulation: torch.Tensor, weight: torch.Tensor) -
 
 
 def operators(rank: int, world: int) -> None:
-    """Called themselves, as exported programs do: rules that are registered with PyTorch keep shards, and know texts apart."""
+    """Called themselves, as exported programs do: rules registered with PyTorch keep shards, and know texts apart."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     def text(col_dims: int) -> str:
         flags = (True, False, 0.0, ("full", "column"), (torch.float32,) * 2, torch.float32, 0, False)
         return library._affine_text("rms_norm", col_dims, 1e-6, *flags)
+
+    def whole_samples(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[1:], table, 1e-6)
 
     def direct(col_dims: int) -> Any:
         return lambda x, weight: torch.ops.warpnorm.norm([x, weight], [], text(col_dims))[0]
@@ -233,10 +236,9 @@ def operators(rank: int, world: int) -> None:
     for route, cols in (("auto", 12), ("native", 1280)):
         x, weight, table = torch.randn(4, 6, cols), torch.randn(cols), torch.randn(6, cols)
         with settings.override(route=route):
-            for dim in (0, 1):
-                check(direct(1), RMS[1], world, [x, weight], [Shard(dim), same], 0, 1)
-            plain = lambda x, table: F.rms_norm(x, x.shape[1:], table, 1e-6)  # noqa: E731
-            check(direct(2), plain, world, [x, table], [Shard(0), same], 0, 1)
+            check(direct(1), RMS[1], world, [x, weight], [Shard(1), same], 0, 1)
+            check(direct(1), RMS[1], world, [x, weight], [Shard(0), same], 0, 1)
+            check(direct(2), whole_samples, world, [x, table], [Shard(0), same], 0, 1)
     placed = [distribute_tensor(x, mesh_of(world), [Shard(1)]), distribute_tensor(table, mesh_of(world), [same])]
     with pytest.raises(InputError, match=r"placed as \(Shard\(dim=1\)\), but an operator has whole rows only"):
         direct(2)(*placed)
@@ -259,7 +261,8 @@ def fused(rank: int, world: int) -> None:
                 args = world, [x, residual, weight, bias], [Shard(dim), Shard(dim), same, same]
                 y, _ = check(add_norm, plain[0], *args, 0, 2)
             node = y.grad_fn.next_functions[0][0]
-            assert ("NormalizationBackward" in type(node).__name__) == (route == "native")
+            is_native = route == "native" and y.to_local().numel() > 0  # of 5 the last of 4 ranks has none
+            assert ("NormalizationBackward" in type(node).__name__) == is_native
             check(
                 add_norm, plain[0], world, [x, residual, weight, bias], [Shard(2), Shard(2), Shard(0), Shard(0)], 1, 1
             )
@@ -268,6 +271,8 @@ def fused(rank: int, world: int) -> None:
     placed = [distribute_tensor(t, mesh_of(world), [p]) for t, p in ((x, Shard(0)), (residual, Shard(1)))]
     placed += [distribute_tensor(t, mesh_of(world), [same]) for t in (weight, bias)]
     torch.testing.assert_close(add_norm(*placed)[1].full_tensor(), plain[0](x, residual, weight, bias)[1])
+    if world > 2:  # what is explained does not depend on how many there are
+        return
     shown = str(warpnorm.explain(add_norm, *placed))
     assert "as plain PyTorch, because layer_norm: residual as (Shard(dim=1)) and x as (Shard(dim=0)) are split" in shown
     placed[1] = placed[0]

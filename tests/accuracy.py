@@ -60,3 +60,14 @@ def assert_accurate(what: str, ours: Error, torchs: Error, dtype: torch.dtype) -
     """The rule, which is the package's own, so that `warpnorm fuzz` has the same."""
     why = why_inaccurate(what, ours, torchs, dtype)
     assert why is None, why
+
+
+def assert_no_further(what: str, ours: torch.Tensor, truth: torch.Tensor | Wide, *theirs: torch.Tensor) -> None:
+    """The same of tensors of any shape, each taken as one row: of few values chance would decide row by row. Where PyTorch
+    has several ways, none of which is better, the worst of them counts."""
+    wide = widen(truth, max(truth.numel(), 1)) if isinstance(truth, torch.Tensor) else truth.reshape(1, -1)
+    if wide.size == 0:
+        return
+    errors = [error_of(tensor.reshape(1, -1), wide) for tensor in theirs]
+    worst = Error(max(e.mean for e in errors), max(e.largest for e in errors))
+    assert_accurate(what, error_of(ours.reshape(1, -1), wide), worst, ours.dtype)

@@ -4,6 +4,7 @@ becomes one operator of `library.py`; what the function had computed is then dea
 cannot become one, the results are those of the function as it is."""
 
 import logging
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -41,6 +42,14 @@ MOVES: dict[str, Callable[..., Any]] = {
     )
 }  # fmt: skip
 MOVES |= dict.fromkeys(("aten.view.default", "aten._unsafe_view.default"), torch.reshape)
+CUTS = frozenset(
+    str(op)
+    for op in (
+        aten.chunk.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor, aten.split_with_sizes.default,
+        aten.unbind.int,
+    )
+)  # fmt: skip
+on_shards: Callable[..., bool] | None = None  # whether an operator takes DTensors that are placed so; `parallel` says
 # Sizes that stand for symbols, in two ways, larger than any number that decides about a call and unlike all others
 INVENTED = ((1 << 17) + 1, (1 << 18) + 1)
 SYMBOL, TENSOR, SLICE = "symbol", "tensor", "slice"
@@ -56,7 +65,7 @@ def _unfold(func: Any, tensors: Sequence[torch.Tensor], numbers: Sequence[float]
         relabel(o, dtype) if o.dtype != dtype else o
         for o, dtype in zip(call.epilogue(xhat, c, *operands), call.outputs, strict=True)
     ]
-    return [*results, *(torch.empty(library.rows_of(call, tensors)) for _ in call.norm.statistics)]
+    return [*results, *(torch.empty(library.row_shape(call, tensors)) for _ in call.norm.statistics)]
 
 
 OWN_HANDLERS = HANDLERS | {torch.ops.warpnorm.norm: _unfold, torch.ops.warpnorm.norm.default: _unfold}
@@ -181,8 +190,13 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
         tensors = [writer.tensors[place] for place in writer.leaves]
         is_large = pipeline.is_large(norm, shape, prod(shape[len(shape) - col_dims :]))
         lead = next(t for t in tensors if t.ndim > 0)
-        if pipeline.route(lead, *tensors, is_large=is_large) != "reference":
+        if any(library.is_sharded(t) for t in tensors):
+            operands = [] if effect is not None else _operands_on_shards(writer, inputs, shape, text)
+        elif pipeline.route(lead, *tensors, is_large=is_large) != "reference":
             operands = [_seen(writer, entry, shape) for entry in inputs]
+        else:
+            operands = []
+        if operands:
             running = None
             if effect is not None:
                 mean, variance, momentum = effect
@@ -219,11 +233,43 @@ def _seen(writer: Writer, entry: Any, shape: Any) -> torch.Tensor:
     place, moves, is_unreached, is_spread = entry
     tensor = writer.tensors[place]
     for name, args, pick in moves:
+        if library.is_sharded(tensor) and _is_all(name, args):
+            continue
         moved = MOVES[name](tensor, *[_filled(arg, writer.symbols) for arg in args])
         tensor = moved if pick is None else moved[pick]
     if is_unreached:
         tensor = tensor.detach()
     return tensor.expand(shape) if is_spread else tensor
+
+
+def _operands_on_shards(writer: Writer, inputs: Any, shape: Any, text: str) -> list[torch.Tensor]:
+    """The operands, some of which are DTensors; none where the operator does not take them as they are placed."""
+    settings.prepare()
+    if on_shards is None or settings.current().route == "reference":
+        return []
+    if any(map(_is_cut, inputs)):
+        on_shards(text, [], [])
+        return []
+    operands = [_seen(writer, entry, shape) for entry in inputs]
+    sizes = [(operand.ndim, tuple(operand.shape) == tuple(shape)) for operand in operands]
+    return operands if on_shards(text, sizes, [_placement_codes(operand) for operand in operands]) else []
+
+
+def _is_cut(entry: Any) -> bool:
+    """Whether a part is cut out of an operand: of a DTensor PyTorch gathers or refuses its gradient."""
+    return any(name in CUTS and not _is_all(name, args) for name, args, _ in entry[1])
+
+
+def _is_all(name: str, args: Any) -> bool:
+    """A slice that leaves nothing away, as x[:, None] begins."""
+    return name == "aten.slice.Tensor" and args[1:2] in ((), (0,)) and (len(args) < 3 or args[2] == sys.maxsize)
+
+
+def _placement_codes(operand: Any) -> list[int | None] | None:
+    """For each dimension of the mesh the dimension that is split, -1 for none, None for anything else; constants."""
+    if not library.is_sharded(operand):
+        return None
+    return [p.dim if p.is_shard() else -1 if p.is_replicate() else None for p in operand.placements]
 
 
 def _filled(arg: Any, symbols: Sequence[Any]) -> Any:

@@ -14,6 +14,8 @@ from warpnorm import folder, pipeline, settings
 from warpnorm.codegen import pointwise
 from warpnorm.errors import InputError
 from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, is_large_call, leader
+from warpnorm.library import is_sharded
+from warpnorm.parallel.opened import stand_ins
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
@@ -110,7 +112,10 @@ def explain(
     fused, owner = _fused(function)
     request = fused.request(owner, args, kwargs)
     prepared = fused.prepare(request)
-    device_at_hand = leader(request.tensors).device
+    tensors, on_shards = request.tensors, ""
+    if any(map(is_sharded, tensors)):
+        prepared, tensors, on_shards = stand_ins(prepared, tensors)
+    device_at_hand = leader(tensors).device
     if target is not None and target not in devices.KNOWN:
         raise InputError(f"explain: target is {target!r}, but must be one of {', '.join(devices.KNOWN)}")
     if target is None and device_at_hand.type == "cuda":
@@ -118,7 +123,8 @@ def explain(
     else:
         shown = target or DEFAULT_TARGET
         device = devices.KNOWN[shown]
-    return _explanation(fused, prepared, request.tensors, device, shown, device_at_hand, asm, target is None)
+    made = _explanation(fused, prepared, tensors, device, shown, device_at_hand, asm, target is None)
+    return replace(made, route=made.route + on_shards if on_shards.startswith(",") else on_shards or made.route)
 
 
 def _fused(function: Callable[..., Any]) -> tuple[Fused, Any]:

@@ -8,6 +8,7 @@ import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
 from warpnorm import arguments, library, pipeline, reference, repeat, settings
+from warpnorm.library import is_sharded
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
 from warpnorm.problem import FULL, Axes, Call, Running, compute_dtype
 from warpnorm.reference import Affine, FixedAffine, Itself
@@ -305,11 +306,6 @@ def instance_norm(
     statistics = _statistics(input, channels, weight, bias, eps) if return_stats else ()
     output = reference.instance_norm(input, running_mean, running_var, weight, bias, momentum, eps)
     return _returned(output, out, statistics)
-
-
-def is_sharded(input: Any) -> bool:
-    """Whether the input is a DTensor, which others hold parts of."""
-    return type(input) not in pipeline.PLAIN_TYPES and type(input).__name__ == "DTensor"
 
 
 def _elsewhere(function: Callable[..., Any], relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:

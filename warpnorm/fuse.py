@@ -4,6 +4,7 @@ first call; a function that cannot be fused raises a FusionError there that says
 import copy
 import functools
 import inspect
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,13 +17,16 @@ from torch.utils import _pytree as pytree
 from warpnorm import compiled, functional, pipeline, reference, repeat
 from warpnorm.errors import InputError, InputTypeError
 from warpnorm.launch.call_text import NORMS
+from warpnorm.library import is_sharded
 from warpnorm.locks import Lock
 from warpnorm.parallel import exchange, split
 from warpnorm.parallel import functional as parallel
+from warpnorm.parallel.opened import opened
 from warpnorm.problem import Call, Running
 from warpnorm.trace import environment, fusion, handlers
 from warpnorm.trace.arrange import Prepared, arrange, is_host_scalar, leader
 
+_log = logging.getLogger(__name__)
 LARGEST_CACHE = 4096  # layouts of one function; captured graphs and kernels are kept apart from them
 MANY_CAPTURES = 32
 MOST_CAPTURES = 1024  # of one function: widths may change at every call
@@ -100,6 +104,8 @@ class Fused:
             return self.__wrapped__(*given, **kwargs)
         request = self.request(owner, args, kwargs)
         if pipeline.is_seen_through(request.tensors):
+            if any(map(is_sharded, request.tensors)):
+                return self._on_shards(request)
             return self.__wrapped__(*given, **kwargs)
         prepared = self.prepare(request)
         if prepared.order is not None and repeat.quick is not None:
@@ -116,7 +122,10 @@ class Fused:
         if route == "native" and not pipeline.takes(call, operands):
             return self.__wrapped__(*given, **kwargs)
         if prepared.captured.ranks:
-            return self._shared(prepared, call, operands, request.tensors)
+            group = exchange.group_of(prepared.captured.ranks)
+            outputs = self._shared(prepared, call, operands, request.tensors, group)
+            leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
+            return pytree.tree_unflatten(leaves, prepared.captured.tree)
         running = running_of(prepared.captured.effects, call, operands, request.tensors)
         outputs = functional.normalize_and_average(call, operands, None, running)
         for effect in prepared.captured.effects:
@@ -130,11 +139,39 @@ class Fused:
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
 
+    def _on_shards(self, request: Request) -> Any:
+        """One call on DTensors, by what lies here of them; as plain PyTorch where that cannot be."""
+        prepared = self.prepare(request)
+        try:
+            here = opened(prepared, request.tensors)
+        except InputError as error:
+            _log.info("%r runs as plain PyTorch: %s", self, error)
+            return self.__wrapped__(*request.args, **request.kwargs)
+        call, operands = arrange(here.prepared, here.operands)
+        is_large = is_large_call(call, here.operands)
+        route = pipeline.route(leader(here.operands), *here.operands, is_large=is_large)
+        takes = route == "kernels" or (route == "native" and pipeline.takes(call, operands))
+        if here.group is not None:
+            outputs = self._shared(prepared, call, operands, here.tensors, here.group, takes)
+        else:
+            outputs = pipeline.normalize(call, operands) if takes else by_definition(call, operands)
+            for effect in prepared.captured.effects:
+                apply_effect(effect, call, outputs, here.tensors)
+        placed = [here.placed(output) for output in outputs[: len(call.outputs)]]
+        leaves = [_leaf(leaf, placed, request.tensors) for leaf in prepared.leaves]
+        return pytree.tree_unflatten(leaves, prepared.captured.tree)
+
     def _shared(
-        self, prepared: Prepared, call: Call, operands: Sequence[torch.Tensor | float], tensors: Sequence[torch.Tensor]
-    ) -> Any:
-        """One call whose rows lie on several ranks."""
-        outputs, merged = split.normalize(call, operands, exchange.group_of(prepared.captured.ranks), True)
+        self,
+        prepared: Prepared,
+        call: Call,
+        operands: Sequence[torch.Tensor | float],
+        tensors: Sequence[torch.Tensor],
+        group: Any,
+        takes_kernels: bool = True,
+    ) -> tuple[torch.Tensor, ...]:
+        """The outputs of a call whose rows lie on several ranks."""
+        outputs, merged = split.normalize(call, operands, group, takes_kernels)
         for effect in sorted(prepared.captured.effects, key=lambda effect: isinstance(effect, fusion.Count)):
             if isinstance(effect, fusion.Count):
                 apply_effect(effect, call, outputs, tensors)
@@ -144,8 +181,7 @@ class Fused:
                 parallel.average(
                     merged, count, *running, effect.momentum, f"a result has {outputs[0].numel()} elements"
                 )
-        leaves = [_leaf(leaf, outputs, tensors) for leaf in prepared.leaves]
-        return pytree.tree_unflatten(leaves, prepared.captured.tree)
+        return outputs
 
     def request(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         tensors: list[torch.Tensor] = []
@@ -276,6 +312,15 @@ def apply_effect(
     if call.groups:
         mean, variance = mean.view(-1, channels), variance.view(-1, channels)
     reference.update_running(effect.mean(tensors), effect.variance(tensors), mean, variance, count, effect.momentum)
+
+
+def by_definition(call: Call, operands: Sequence[torch.Tensor | float]) -> tuple[torch.Tensor, ...]:
+    """(*outputs, *statistics) by PyTorch's operators."""
+    outputs = reference.composite(call, *operands)
+    if not call.norm.keeps_variance:  # which nobody asks for
+        return outputs
+    named = reference.statistics(call, *operands)
+    return *outputs, *(named[name] for name in call.norm.statistics)
 
 
 def draw(device: torch.device) -> tuple[int, int]:

@@ -2,8 +2,7 @@
 stand for every call, forward and backward, each told by a text which call it is; on tensors with memory they run as
 `pipeline.py` runs any call. Calls that nobody traces never come here."""
 
-from collections.abc import Sequence
-from math import prod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +17,37 @@ from warpnorm.reference import Affine, FixedAffine, Itself, composite, statistic
 from warpnorm.space import Gradients
 from warpnorm.trace import at_hand, capture
 
-_library = torch.library.Library("warpnorm", "FRAGMENT")
+on_shards: Callable[[], None] | None = None  # prepares these operators for DTensors; `parallel` says how
+
+
+class _Operators(torch.library.Library):
+    """Notices the first DTensor that comes to an operator: what it needs is not imported before."""
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **options: Any) -> None:
+        super().impl(op_name, _noticing(fn) if dispatch_key == "Autograd" else fn, dispatch_key, **options)
+
+
+def _noticing(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def noticed(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if on_shards is None or not any(is_sharded(t) for arg in args if isinstance(arg, list | tuple) for t in arg):
+            return kernel(keys, *args, **kwargs)
+        on_shards()
+        try:
+            return kernel(keys, *args, **kwargs)
+        except RuntimeError as error:  # around what a rule raised
+            if isinstance(error.__cause__, InputError):
+                raise error.__cause__ from None
+            raise
+
+    return noticed
+
+
+def is_sharded(input: Any) -> bool:
+    """Whether this is a DTensor, which others hold parts of."""
+    return type(input) not in pipeline.PLAIN_TYPES and type(input).__name__ == "DTensor"
+
+
+_library = _Operators("warpnorm", "FRAGMENT")
 _tags = (torch.Tag.pt2_compliant_tag,)
 _library.define("norm(Tensor[] operands, float[] numbers, str call) -> Tensor[]", tags=_tags)
 _library.define(
@@ -41,7 +70,8 @@ def _norm(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) 
         if call.norm.is_computed:
             named = statistics(call, *operands)
             found = tuple(named[name] for name in call.norm.statistics)
-    return [*outputs, *found]
+    shape = row_shape(call, tensors)
+    return [*outputs, *(statistic.view(shape) for statistic in found)]
 
 
 @torch.library.register_fake("warpnorm::norm", lib=_library)
@@ -51,7 +81,7 @@ def _(tensors: Sequence[torch.Tensor], numbers: Sequence[float], text: str) -> l
     device = pipeline.device_of(tensors)
     outputs = [pipeline.empty_output(call, _full(call, tensors), shape, dtype, device) for dtype in call.outputs]
     compute = compute_dtype([call.compute, *(t.dtype for t in tensors)])
-    rows = [torch.empty(rows_of(call, tensors), dtype=compute, device=device) for _ in call.norm.statistics]
+    rows = [torch.empty(row_shape(call, tensors), dtype=compute, device=device) for _ in call.norm.statistics]
     return [*outputs, *rows]
 
 
@@ -71,7 +101,7 @@ def _norm_backward(
     grads = _of_outputs(call, grad_outputs, given)
     found: dict[int, Any]
     if _is_run(call, operands):
-        found = pipeline.backward(call, operands, grads, rows, tuple(wanted))
+        found = pipeline.backward(call, operands, grads, [row.reshape(-1) for row in rows], tuple(wanted))
     else:
         leaves = [o.detach() if isinstance(o, torch.Tensor) else o for o in operands]
         by_definition = composite_gradients(call, leaves, [g if g is None else g.detach() for g in grads], wanted)
@@ -109,6 +139,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch
     outputs, rows = output[: len(call.outputs)], output[len(call.outputs) :]
     ctx.numbers, ctx.text, ctx.count = list(numbers), text, len(tensors)
     ctx.kept = [(i,) for i in range(len(tensors))]  # whose gradient that of each kept tensor is
+    ctx.placements = [tensor.placements if is_sharded(tensor) else None for tensor in tensors]
     short = _shortcut(call, tensors) if not numbers else None
     if short is not None:
         ctx.kept = [short.summed, *((i,) for i in short.others)]
@@ -131,8 +162,14 @@ def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]
         found = _gradients(call, ctx.text, grad_outputs, tensors, ctx.numbers, rows, mine)
         for k, which in enumerate(ctx.kept):
             for i in which:
-                results[i] = found.get(k) if needs[i] else None
+                results[i] = _placed(found.get(k), ctx.placements[i]) if needs[i] else None
     return results, _nothing(ctx.numbers), None
+
+
+def _placed(gradient: Any, placements: Any) -> Any:
+    """A gradient of which ranks have parts is reduced here, once, to lie as its operand does."""
+    is_elsewhere = gradient is not None and placements is not None and gradient.placements != placements
+    return gradient.redistribute(placements=placements) if is_elsewhere else gradient
 
 
 def _gradients(
@@ -301,12 +338,12 @@ def _shape(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
     return full[0].shape if full else torch.broadcast_shapes(*(t.shape for t in tensors))
 
 
-def rows_of(call: Call, tensors: Sequence[torch.Tensor]) -> Any:
-    """How many rows there are."""
+def row_shape(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Of one number for each row: (C,), (N, groups), or the dimensions before the normalized ones."""
     shape = _shape(call, tensors)
     if call.norm.rows == CHANNEL:
-        return shape[1]
-    return shape[0] * call.groups if call.norm.rows == GROUPS else prod(shape[: len(shape) - call.col_dims])
+        return (shape[1],)
+    return (shape[0], call.groups) if call.norm.rows == GROUPS else tuple(shape[: len(shape) - call.col_dims])
 
 
 def _laid(output: torch.Tensor, call: Call, operands: Sequence[Any]) -> torch.Tensor:

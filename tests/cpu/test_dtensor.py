@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 import ranks
 import warpnorm
-from warpnorm import nn, settings
+from accuracy import assert_no_further
+from warpnorm import library, nn, settings
 from warpnorm.errors import InputError
 
 WORLDS = (2, 4)
@@ -25,27 +26,35 @@ def mesh_of(world: int) -> Any:
 def check(
     ours: Callable[..., Any], theirs: Callable[..., Any], world: int, tensors: list[torch.Tensor], placements: list[Any],
     forward: int, backward: int,
-) -> None:  # fmt: skip
-    """Values, gradients and placements of a function of DTensors, and how many collectives it takes."""
+) -> list[Any]:  # fmt: skip
+    """Values, gradients and placements of a function of DTensors, and how many collectives it takes; its outputs. Errors are
+    those of all values together."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     mesh = mesh_of(world)
     placed = [distribute_tensor(t, mesh, [p]).requires_grad_() for t, p in zip(tensors, placements, strict=True)]
-    whole = [t.clone().requires_grad_() for t in tensors]
-    output, counted = ranks.collectives(lambda: ours(*placed))
-    assert isinstance(output, DTensor)
-    assert output.placements == placed[0].placements
+    made, counted = ranks.collectives(lambda: ours(*placed))
+    outputs = list(made) if isinstance(made, tuple) else [made]
     assert counted == forward, f"{counted} collectives forward"
-    expected = theirs(*whole)
-    grad = torch.randn_like(expected)
-    of_output = distribute_tensor(grad, mesh, output.placements)
-    _, counted = ranks.collectives(lambda: output.backward(of_output))
+    assert all(isinstance(output, DTensor) and output.placements == placed[0].placements for output in outputs)
+    grads = [torch.randn(output.shape) for output in outputs]
+    of_outputs = [distribute_tensor(g, mesh, o.placements) for g, o in zip(grads, outputs, strict=True)]
+    _, counted = ranks.collectives(lambda: torch.autograd.backward(outputs, of_outputs))
     assert counted == backward, f"{counted} collectives backward"
-    expected.backward(grad)
-    torch.testing.assert_close(output.full_tensor(), expected, rtol=1e-4, atol=1e-5)
-    for tensor, leaf in zip(placed, whole, strict=True):
+    found = [output.full_tensor() for output in outputs]
+    for tensor in placed:
         assert tensor.grad.placements == tensor.placements
-        torch.testing.assert_close(tensor.grad.full_tensor(), leaf.grad, rtol=1e-4, atol=1e-4)
+        found.append(tensor.grad.full_tensor())
+    expected = []
+    for dtype in (torch.float64, torch.float32):
+        leaves = [t.to(dtype, copy=True).requires_grad_() for t in tensors]
+        alone = theirs(*leaves)
+        alone = list(alone) if isinstance(alone, tuple) else [alone]
+        torch.autograd.backward(alone, [g.to(dtype) for g in grads])
+        expected.append([*alone, *(leaf.grad for leaf in leaves)])
+    for k, (mine, true, torchs) in enumerate(zip(found, *expected, strict=True)):
+        assert_no_further(f"{k}", mine, true, torchs)
+    return outputs
 
 
 def layer(function: Any) -> Any:
@@ -197,38 +206,146 @@ def fully_sharded(rank: int, world: int) -> None:
         torch.testing.assert_close(parameter.full_tensor(), of_torch, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@warpnorm.fuse
+def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+    h = residual + F.silu(x)
+    return F.layer_norm(h, h.shape[-1:], weight, bias), h
+
+
+@warpnorm.fuse
+def modulated(x: torch.Tensor, modulation: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    shift, scale = modulation.chunk(2, -1)
+    return F.rms_norm(x, x.shape[-1:], weight, 1e-6) * (1 + scale[:, None]) + shift[:, None]
+
+
+def operators(rank: int, world: int) -> None:
+    """Called themselves, as exported programs do: rules registered with PyTorch keep shards, and know texts apart."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    def text(col_dims: int) -> str:
+        flags = (True, False, 0.0, ("full", "column"), (torch.float32,) * 2, torch.float32, 0, False)
+        return library._affine_text("rms_norm", col_dims, 1e-6, *flags)
+
+    def whole_samples(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[1:], table, 1e-6)
+
+    def direct(col_dims: int) -> Any:
+        return lambda x, weight: torch.ops.warpnorm.norm([x, weight], [], text(col_dims))[0]
+
+    same = Replicate()
+    for route, cols in (("auto", 12), ("native", 1280)):
+        x, weight, table = torch.randn(4, 6, cols), torch.randn(cols), torch.randn(6, cols)
+        with settings.override(route=route):
+            check(direct(1), RMS[1], world, [x, weight], [Shard(1), same], 0, 1)
+            check(direct(1), RMS[1], world, [x, weight], [Shard(0), same], 0, 1)
+            check(direct(2), whole_samples, world, [x, table], [Shard(0), same], 0, 1)
+    placed = [distribute_tensor(x, mesh_of(world), [Shard(1)]), distribute_tensor(table, mesh_of(world), [same])]
+    with pytest.raises(InputError, match=r"placed as \(Shard\(dim=1\)\), but an operator has whole rows only"):
+        direct(2)(*placed)
+    placed[1] = distribute_tensor(weight, mesh_of(world), [same])
+    rstd = torch.ops.warpnorm.norm(placed, [], text(1))[1]
+    assert rstd.placements == (Shard(1),)
+    torch.testing.assert_close(rstd.full_tensor(), torch.rsqrt(x.square().mean(-1) + 1e-6))
+
+
 def fused(rank: int, world: int) -> None:
-    """A fused module on DTensors stays sharded, by PyTorch's operators."""
+    """By the kernels on what lies here, or by PyTorch's operators, with the collectives of a norm alone."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    same, plain = Replicate(), (add_norm.__wrapped__, modulated.__wrapped__)
+    for route, cols in (("auto", 24), ("native", 512)):
+        x, residual, weight, bias = (torch.randn(*rows, cols) for rows in ((4, 5), (4, 5), (), ()))
+        modulation = torch.randn(4, 2 * cols)
+        with settings.override(route=route):
+            for dim in (0, 1):
+                args = world, [x, residual, weight, bias], [Shard(dim), Shard(dim), same, same]
+                y, _ = check(add_norm, plain[0], *args, 0, 2)
+            node = y.grad_fn.next_functions[0][0]
+            is_native = route == "native" and y.to_local().numel() > 0  # of 5 the last of 4 ranks has none
+            assert ("NormalizationBackward" in type(node).__name__) == is_native
+            check(
+                add_norm, plain[0], world, [x, residual, weight, bias], [Shard(2), Shard(2), Shard(0), Shard(0)], 1, 1
+            )
+            check(modulated, plain[1], world, [x, modulation, weight], [Shard(0), Shard(0), same], 0, 1)
+            check(modulated, plain[1], world, [x, modulation, weight], [Shard(1), same, same], 0, 3)
+    placed = [distribute_tensor(t, mesh_of(world), [p]) for t, p in ((x, Shard(0)), (residual, Shard(1)))]
+    placed += [distribute_tensor(t, mesh_of(world), [same]) for t in (weight, bias)]
+    torch.testing.assert_close(add_norm(*placed)[1].full_tensor(), plain[0](x, residual, weight, bias)[1])
+    if world > 2:  # what is explained does not depend on how many there are
+        return
+    shown = str(warpnorm.explain(add_norm, *placed))
+    assert "as plain PyTorch, because layer_norm: residual as (Shard(dim=1)) and x as (Shard(dim=0)) are split" in shown
+    placed[1] = placed[0]
+    assert "on what lies here of DTensors that are placed as (Shard(dim=0))" in str(warpnorm.explain(add_norm, *placed))
+
+
+def fused_batch(rank: int, world: int) -> None:
+    """BatchNorm and ReLU in one: the exchange of a batch, and its running statistics."""
     from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
     mesh = mesh_of(world)
-    module = nn.AddRMSNorm(16, eps=1e-6)
-    x, residual = torch.randn(2, 8, 16), torch.randn(2, 8, 16)
-    expected = module(x, residual)
-    distribute_module(module, mesh)
-    placed = [distribute_tensor(t, mesh, [Shard(1)]) for t in (x, residual)]
-    found, counted = ranks.collectives(lambda: module(*placed))
-    assert counted == 0
-    for ours, theirs in zip(found, expected, strict=True):
-        assert ours.placements == (Shard(1),)
-        torch.testing.assert_close(ours.full_tensor(), theirs)
+    for route in ("auto", "native"):
+        ours, theirs = nn.BatchNormReLU2d(8), nn.BatchNormReLU2d(8)
+        distribute_module(ours, mesh)
+        x = torch.randn(5, 8, 6, 4)
+        placed = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+        with settings.override(route=route):
+            y, counted = ranks.collectives(lambda ours=ours, placed=placed: ours(placed))
+            assert counted == 1
+            _, counted = ranks.collectives(lambda y=y: y.backward(y.detach()))
+            assert counted == 3
+            leaf = x.clone().requires_grad_()
+            expected = theirs(leaf)
+            expected.backward(expected.detach())
+            torch.testing.assert_close(y.full_tensor(), expected)
+            torch.testing.assert_close(placed.grad.full_tensor(), leaf.grad)
+            for mine, alone in zip(ours.buffers(), theirs.buffers(), strict=True):
+                torch.testing.assert_close(mine.full_tensor(), alone)
+            ours.eval(), theirs.eval()
+            torch.testing.assert_close(ours(placed).full_tensor(), theirs(x))
+
+
+class Stack(torch.nn.Module):
+    """Functions, which a compiler sees the local part of, and a fused one, which is an operator on DTensors."""
+
+    def __init__(self, cols: int) -> None:
+        super().__init__()
+        self.first, self.add, self.last = nn.LayerNorm(cols), nn.AddRMSNorm(cols, eps=1e-6), nn.RMSNorm(cols, eps=1e-6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, h = self.add(F.silu(self.first(x)), x)
+        return self.last(y + h)
 
 
 def compiled(rank: int, world: int) -> None:
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    """One graph, in which norms are our operators on what lies here; as many collectives as without a compiler."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
-    mesh = mesh_of(world)
-    x, weight = torch.randn(2, 8, 16), torch.randn(16)
+    mesh, seen = mesh_of(world), []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        seen.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    x, grad = torch.randn(2, 8, 1280), torch.randn(2, 8, 1280)
+    model = distribute_module(Stack(1280), mesh)
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     found = []
-    for function in (warpnorm.rms_norm, torch.compile(warpnorm.rms_norm, backend="aot_eager", fullgraph=True)):
-        leaf, factor = distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(weight, mesh, [Replicate()])
-        leaf.requires_grad_(), factor.requires_grad_()
-        output = function(leaf, (16,), factor)
-        output.pow(3).sum().backward()
-        assert output.placements == (Shard(1),)
-        found.append([t.full_tensor() for t in (output, leaf.grad, factor.grad)])
+    with settings.override(route="native"):
+        for function in (model, torch.compile(model, backend=backend, fullgraph=True)):
+            model.zero_grad()
+            leaf = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
+            output, forward = ranks.collectives(lambda function=function, leaf=leaf: function(leaf))
+            of_output = distribute_tensor(grad, mesh, [Shard(1)])
+            _, backward = ranks.collectives(lambda output=output, of_output=of_output: output.backward(of_output))
+            assert (forward, backward) == (0, 4), function
+            assert output.placements == (Shard(1),)
+            found.append([t.full_tensor() for t in (output, leaf.grad, *(p.grad for p in model.parameters()))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+    assert [graph.count("warpnorm.norm.default") for graph in seen] == [3, 0]
+    assert [graph.count("warpnorm.norm_backward.default") for graph in seen] == [0, 3]
 
 
 def refused(rank: int, world: int) -> None:
@@ -267,7 +384,9 @@ def refused(rank: int, world: int) -> None:
         torch.testing.assert_close(warpnorm.layer_norm(both, (8,), weight).full_tensor(), F.layer_norm(x, (8,)))
 
 
-CHECKS = (rows, hidden, by_channel, running, sequence_parallel, fully_sharded, fused, refused, compiled)
+CHECKS = (
+    rows, hidden, by_channel, running, sequence_parallel, fully_sharded, operators, fused, fused_batch, refused, compiled,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module", params=WORLDS)

@@ -5,7 +5,10 @@ split.py       a call in three steps: local statistics, the exchange, the result
 composite.py   the same in PyTorch's operators, for compilers and where neither kernels nor native code run
 functional.py  batch_norm over a batch, layer_norm and rms_norm over a hidden dimension that ranks share
 modules.py     LayerNorm and RMSNorm with a part of the weights; SyncBatchNorm is in `warpnorm/nn.py`
+layout.py      which dimension of a call's elements a mesh splits, and what lies how then
 shards.py      the functions of `warpnorm` on DTensors, run on what lies here
+opened.py      a fused function on DTensors: its call on what lies here
+rules.py       the operators of `library.py` on DTensors: rules for PyTorch's sharding propagation
 """
 
 from warpnorm.parallel import shards

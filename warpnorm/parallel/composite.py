@@ -15,9 +15,16 @@ from warpnorm.problem import Call
 def composite(call: Call, operands: Any, group: Any) -> tuple[tuple[torch.Tensor, ...], exchange.Merged]:
     """The outputs of a call, and the statistics of its rows."""
     c, wide = reference.before(call, operands)
-    xhat, *merged = Normalized.apply(c, call.norm, columns(call, c), call.eps, group)
-    outputs = _after(call, xhat, c, wide)
-    return outputs, exchange.Merged(*(merged if call.norm.is_centered else (None, *merged)))
+    dims = columns(call, c)
+    with torch.no_grad():
+        count = count_of(c, dims)
+        mean, variance = _moments(c, call.norm, dims, count)
+    stance = exchange.stance(c.requires_grad)
+    flat = None if mean is None else mean.reshape(-1)
+    merged = exchange.merge_moments(count, flat, variance.reshape(-1), group, stance)
+    anchor = None if c.requires_grad else exchange.anchor(merged, c)
+    xhat = Normalized.apply(c, anchor, call.norm, dims, call.eps, group, *merged)
+    return _after(call, xhat, c, wide), merged
 
 
 def differentiable(call: Call, operands: Any, group: Any) -> tuple[torch.Tensor, ...]:
@@ -43,41 +50,47 @@ def count_of(c: torch.Tensor, dims: tuple[int, ...]) -> int:
 
 
 class Normalized(torch.autograd.Function):
-    """(c, norm, dims, eps, group) -> (xhat, mean unless the norm is not centred, variance, count)."""
+    """(c, what makes this rank take part, norm, dims, eps, group, mean, variance, count, stances) -> xhat."""
 
     @staticmethod
     def forward(
-        ctx: Any, c: torch.Tensor, norm: Norm, dims: tuple[int, ...], eps: float, group: Any
-    ) -> tuple[torch.Tensor, ...]:
-        count = count_of(c, dims)
-        mean, variance = _moments(c, norm, dims, count)
-        merged = exchange.merge_moments(count, None if mean is None else mean.reshape(-1), variance.reshape(-1), group)
-        shape = variance.shape
-        rstd = torch.rsqrt(merged.variance + eps).to(c.dtype).view(shape)
-        parts = () if merged.mean is None else exchange.in_two(merged.mean, c.dtype)
+        ctx: Any,
+        c: torch.Tensor,
+        anchor: torch.Tensor | None,
+        norm: Norm,
+        dims: tuple[int, ...],
+        eps: float,
+        group: Any,
+        mean: torch.Tensor | None,
+        variance: torch.Tensor,
+        total: torch.Tensor,
+        stances: torch.Tensor,
+    ) -> torch.Tensor:
+        shape = [1 if dim in dims else size for dim, size in enumerate(c.shape)]
+        rstd = torch.rsqrt(variance + eps).to(c.dtype).view(shape)
+        parts = () if mean is None else exchange.in_two(mean, c.dtype)
         means = tuple(part.view(shape) for part in parts)
         ctx.norm, ctx.dims, ctx.eps, ctx.group = norm, dims, eps, group
-        ctx.save_for_backward(c, rstd, merged.total, *means)
-        statistics = [tensor for tensor in merged if tensor is not None]
-        ctx.mark_non_differentiable(*statistics)
-        return _deviation(c, means) * rstd, *statistics
+        ctx.save_for_backward(c, rstd, total, stances, *means)
+        return _deviation(c, means) * rstd
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad, (c, rstd, count, *means) = grads[0], ctx.saved_tensors
+        grad, (c, rstd, count, stances, *means) = grads[0], ctx.saved_tensors
+        exchange.check_stances(stances)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             with torch.enable_grad():
                 alias = c.view_as(c) if c.requires_grad else c.detach().requires_grad_()
                 xhat = definition(alias, ctx.norm, ctx.dims, ctx.eps, ctx.group)
                 (gradient,) = torch.autograd.grad(xhat, alias, grad, create_graph=True)
-            return gradient, None, None, None, None
+            return gradient, *[None] * 9
         deviation = _deviation(c, means)
         sums = [(grad * deviation).sum(ctx.dims, keepdim=True)]
         if means:
             sums.insert(0, -rstd * grad.sum(ctx.dims, keepdim=True))
         terms = exchange.gradient_terms(sums, rstd, count, ctx.group)
         grad = grad * rstd + terms[-1] * deviation
-        return (grad + terms[0] if means else grad), None, None, None, None
+        return (grad + terms[0] if means else grad), *[None] * 9
 
 
 def definition(c: torch.Tensor, norm: Norm, dims: tuple[int, ...], eps: float, group: Any) -> torch.Tensor:

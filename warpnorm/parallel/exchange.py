@@ -13,6 +13,10 @@ from warpnorm.errors import InputError
 
 LARGEST_EXACT = 1 << 24  # integers below it are float32s: a larger count is sent as two numbers
 HEADER = 3  # numbers before the statistics: the count, and how many rows there are
+# What a rank will do in backward, told beside the count: it runs without gradients; it has them, but its input needs none;
+# its input needs one
+ABSENT, IDLE, NEEDING = 0, 1, 2
+STANCES = 3
 
 
 @dataclass(eq=False)
@@ -38,12 +42,13 @@ def tally() -> Iterator[Tally]:
 
 
 class Merged(NamedTuple):
-    """Of all ranks: mean and biased variance of each row, float64, and the number of values in a row; no mean where the
-    norm is not centred."""
+    """Of all ranks: mean and biased variance of each row, float64, the number of values in a row, and what each rank will do
+    in backward; no mean where the norm is not centred."""
 
     mean: torch.Tensor | None
     variance: torch.Tensor
     total: torch.Tensor
+    stances: torch.Tensor
 
 
 def world_size(group: Any) -> int:
@@ -77,23 +82,55 @@ def group_of(name: str) -> Any:
     return found(name)
 
 
-def merge_moments(count: int, mean: torch.Tensor | None, variance: torch.Tensor, group: Any) -> Merged:
-    """`mean` and `variance` are of `count` values in each row here; zeros where there are none. One collective."""
+def stance(needs_gradient: bool) -> int:
+    """Of this rank, whose input needs a gradient or not."""
+    if not torch.is_grad_enabled():
+        return ABSENT
+    return NEEDING if needs_gradient else IDLE
+
+
+def is_needed(stances: torch.Tensor) -> bool:
+    """Whether some rank needs the sums of all in backward. Waits for a GPU, so it is asked where this rank needs none."""
+    return bool((stances == NEEDING).any())
+
+
+def check_stances(stances: torch.Tensor) -> None:
+    """Before backward waits for somebody who will not come. A GPU is not asked: there the timeout ends it."""
+    if not stances.is_cuda and not torch.compiler.is_compiling() and bool((stances == ABSENT).any()):
+        missing = ", ".join(str(rank) for rank, own in enumerate(stances.tolist()) if own == ABSENT)
+        raise InputError(
+            f"ranks that share a norm take part in its backward together, but rank {missing} of the group ran forward "
+            "without gradients: leave no_grad away there, or use it on all ranks"
+        )
+
+
+def merge_moments(count: int, mean: torch.Tensor | None, variance: torch.Tensor, group: Any, own: int) -> Merged:
+    """`mean` and `variance` are of `count` values in each row here; zeros where there are none. `own` is what this rank
+    will do in backward. One collective."""
     rows = variance.numel()
-    numbers = (count // LARGEST_EXACT, count % LARGEST_EXACT, rows % LARGEST_EXACT)
+    numbers = (count // LARGEST_EXACT * STANCES + own, count % LARGEST_EXACT, rows % LARGEST_EXACT)
     header = [variance.new_full((1,), number) for number in numbers]
     parts = [variance] if mean is None else [mean, variance]
     gathered = gather(torch.cat([*header, *parts]), group).double()
     _check_rows(gathered[:, HEADER - 1], numbers[-1])
-    counts = gathered[:, 0] * LARGEST_EXACT + gathered[:, 1]
+    stances = gathered[:, 0].remainder(STANCES)
+    counts = (gathered[:, 0] - stances) / STANCES * LARGEST_EXACT + gathered[:, 1]
     total = in_order(counts)
     share = (counts / total.clamp(min=1.0))[:, None]
     variances = gathered[:, -rows:] if rows else gathered[:, :0]
     if mean is None:
-        return Merged(None, in_order(share * variances), total)
+        return Merged(None, in_order(share * variances), total, stances)
     means = gathered[:, HEADER : HEADER + rows]
     merged = in_order(share * means)
-    return Merged(merged, in_order(share * (variances + (means - merged).square())), total)
+    return Merged(merged, in_order(share * (variances + (means - merged).square())), total, stances)
+
+
+def anchor(merged: Merged, like: torch.Tensor) -> torch.Tensor | None:
+    """What makes a rank whose input needs no gradient take part in backward, where another's does; nothing where none does.
+    A compiler cannot be asked: there all ranks need it, or none."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not is_needed(merged.stances):
+        return None
+    return torch.zeros((), device=like.device, requires_grad=True)
 
 
 def in_two(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

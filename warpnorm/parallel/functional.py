@@ -30,7 +30,7 @@ def batch_norm(
     group: Any = None,
 ) -> torch.Tensor:
     """`warpnorm.batch_norm` of the batch that all ranks of `group` hold together (None: all ranks), each a part of any size,
-    or nothing. In training one collective forward, and one backward where the input needs a gradient; the running
+    or nothing. In training one collective forward, and one backward where an input needs a gradient; the running
     statistics become those of the whole batch, the same on all ranks, once the exchange has succeeded. The gradients of
     weight and bias are those of this rank's part, which data parallel training reduces."""
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias):

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from warpnorm import functional
+from warpnorm import compiled, functional, library
 from warpnorm.errors import InputError
 from warpnorm.parallel import functional as parallel
+from warpnorm.parallel import rules
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -191,3 +192,5 @@ def _shown(tensor: Any) -> str:
 
 
 functional.on_shards = run  # which is below this file, and does not know it
+library.on_shards = rules.register
+compiled.on_shards = rules.takes

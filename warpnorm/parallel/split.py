@@ -14,7 +14,7 @@ from warpnorm import pipeline
 from warpnorm.launch.autograd import as_input, is_differentiated, without_gradient
 from warpnorm.norms import CHANNEL, FIXED_NORM, RMS_NORM
 from warpnorm.parallel import composite, exchange
-from warpnorm.problem import Call, Epilogue, Prologue, View, compute_dtype
+from warpnorm.problem import Call, Epilogue, Prologue, View, compute_dtype, operand_name
 from warpnorm.space import Gradients, shape_of
 from warpnorm.trace import capture
 
@@ -80,46 +80,71 @@ def normalize(
     """The outputs, differentiable, and the statistics of whole rows. One collective, and one backward."""
     if not takes_kernels:
         return composite.composite(call, operands, group)
-    results = SplitNormalization.apply(call, group, *operands)
-    outputs, merged = results[: len(call.outputs)], results[len(call.outputs) :]
-    return outputs, exchange.Merged(*(merged if call.norm.is_centered else (None, *merged)))
+    views = [View.of(operand) for operand in operands]
+    prologue, _ = capture.forward_graphs(call.prologue, call.epilogue, *pipeline.inside(call, views))
+    reaching = prologue.dependencies([0])
+    needing = [isinstance(o, torch.Tensor) and o.requires_grad for o in operands]
+    stance = exchange.stance(any(need and operand_name(i) in reaching for i, need in enumerate(needing)))
+    with torch.no_grad():
+        merged = exchange.merge_moments(*local_moments(call, operands), group, stance)
+    anchor = None if any(needing) else exchange.anchor(merged, merged.variance)
+    return SplitNormalization.apply(call, group, anchor, *merged, *operands), merged
 
 
 class SplitNormalization(torch.autograd.Function):
-    """(call, group, *operands) -> (*outputs, mean unless the norm is not centred, variance, count)."""
+    """(call, group, what makes this rank take part, mean, variance, count, stances, *operands) -> outputs."""
+
+    BEFORE = 7  # arguments that are no operands
 
     @staticmethod
-    def forward(ctx: Any, call: Call, group: Any, *operands: torch.Tensor | float) -> tuple[torch.Tensor, ...]:
-        merged = exchange.merge_moments(*local_moments(call, operands), group)
-        statistics = applied_statistics(call, operands, merged)
+    def forward(
+        ctx: Any,
+        call: Call,
+        group: Any,
+        anchor: torch.Tensor | None,
+        mean: torch.Tensor | None,
+        variance: torch.Tensor,
+        total: torch.Tensor,
+        stances: torch.Tensor,
+        *operands: torch.Tensor | float,
+    ) -> tuple[torch.Tensor, ...]:
+        statistics = applied_statistics(call, operands, exchange.Merged(mean, variance, total, stances))
         dims = len(shape_of([View.of(operand) for operand in operands]))
         outputs, carried = pipeline.forward(applied(call, Given, dims), [*operands, *statistics])
         ctx.call, ctx.group, ctx.count = call, group, len(operands)
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
         tensors = [o if isinstance(o, torch.Tensor) else None for o in operands]
         ctx.kept = len(statistics), len(carried)
-        ctx.save_for_backward(*tensors, *statistics, *carried, merged.total)
-        moments = [tensor for tensor in merged if tensor is not None]
-        ctx.mark_non_differentiable(*without_gradient(call, outputs), *moments)
+        ctx.save_for_backward(*tensors, *statistics, *carried, total, stances)
+        ctx.mark_non_differentiable(*without_gradient(call, outputs))
         ctx.set_materialize_grads(False)
-        return *outputs, *moments
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        grad_outputs = grads[: len(ctx.call.outputs)]
+    def backward(ctx: Any, *grad_outputs: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        before = SplitNormalization.BEFORE
         if all(grad is None for grad in grad_outputs):
-            return (None,) * (2 + ctx.count)
+            return (None,) * (before + ctx.count)
         saved = ctx.saved_tensors
         operands = [n if t is None else t for t, n in zip(saved[: ctx.count], ctx.numbers, strict=True)]
-        wanted = tuple(i for i in range(ctx.count) if ctx.needs_input_grad[2 + i])
+        wanted = tuple(i for i in range(ctx.count) if ctx.needs_input_grad[before + i])
         found: dict[int, Any]
         if is_differentiated():
-            found = twice_differentiable(ctx.call, operands, grad_outputs, wanted, ctx.group)
+            found = twice_differentiable(ctx.call, operands, grad_outputs, wanted, saved[-1], ctx.group)
         else:
-            kept = ctx.count + ctx.kept[0]
-            statistics, carried, count = saved[ctx.count : kept], saved[kept:-1], saved[-1]
-            found = gradients_of(ctx.call, operands, grad_outputs, (statistics, carried, count), wanted, ctx.group)
-        return (None, None, *(found.get(i) for i in range(ctx.count)))
+            end = ctx.count + ctx.kept[0]
+            kept = saved[ctx.count : end], saved[end:-2], saved[-2], saved[-1]
+            found = gradients_of(ctx.call, operands, grad_outputs, kept, wanted, ctx.group)
+        return (*[None] * before, *(found.get(i) for i in range(ctx.count)))
+
+
+def reaching_c(
+    call: Call, operands: Operands, grad_outputs: Sequence[torch.Tensor | None], wanted: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Of `wanted`, those whose gradient comes by way of what is normalized."""
+    given = tuple(i for i, grad in enumerate(grad_outputs) if grad is not None)
+    dtypes = pipeline.inside(call, [View.of(operand) for operand in operands])
+    return Gradients.of(capture.forward_graphs(call.prologue, call.epilogue, *dtypes), given, wanted).of_prologue
 
 
 def local_moments(call: Call, operands: Operands) -> tuple[int, torch.Tensor | None, torch.Tensor]:
@@ -166,29 +191,30 @@ def gradients_of(
     call: Call,
     operands: Operands,
     grad_outputs: Sequence[torch.Tensor | None],
-    kept: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor],
+    kept: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor, torch.Tensor],
     wanted: tuple[int, ...],
     group: Any,
 ) -> dict[int, torch.Tensor]:
     """Those that do not depend on other ranks beside the sums that others need, then the rest. `kept` are the statistics by
-    which forward went, what its carrier kept, and how many values a row has."""
-    statistics, carried, count = kept
-    views = [View.of(operand) for operand in operands]
-    shape = shape_of(views)
-    given = tuple(i for i, grad in enumerate(grad_outputs) if grad is not None)
-    graphs = capture.forward_graphs(call.prologue, call.epilogue, *pipeline.inside(call, views))
-    through_c = Gradients.of(graphs, given, wanted).of_prologue
+    which forward went, what its carrier kept, how many values a row has, and what each rank does here."""
+    statistics, carried, count, stances = kept
+    shape = shape_of([View.of(operand) for operand in operands])
+    through_c = reaching_c(call, operands, grad_outputs, wanted)
     first = tuple(i for i in wanted if i not in through_c)
     summed = [len(operands) + k for k in ((0, 2) if call.norm.is_centered else (0,))]  # mean and rstd
-    if through_c:
+    takes_part = bool(through_c) or exchange.is_needed(stances)
+    if takes_part:
+        exchange.check_stances(stances)
         first += tuple(summed)
     of_given = [*operands, *statistics]
     found = pipeline.backward(applied(call, Given, len(shape)), of_given, grad_outputs, carried, first) if first else {}
-    if not through_c:
+    if not takes_part:
         return found
     own = [found.pop(i, torch.zeros_like(statistics[0])) for i in summed]
     rstd = statistics[-1]
     terms = exchange.gradient_terms(own, rstd, count, group)
+    if not through_c:
+        return found
     last_call = applied(call, Returned, len(shape))
     one = torch.ones((), dtype=call.compute, device=rstd.device).expand(shape)
     rest = pipeline.backward(last_call, [*of_given, *terms], [*grad_outputs, one], carried, through_c)
@@ -196,15 +222,27 @@ def gradients_of(
 
 
 def twice_differentiable(
-    call: Call, operands: Operands, grad_outputs: Sequence[torch.Tensor | None], wanted: tuple[int, ...], group: Any
+    call: Call,
+    operands: Operands,
+    grad_outputs: Sequence[torch.Tensor | None],
+    wanted: tuple[int, ...],
+    stances: torch.Tensor,
+    group: Any,
 ) -> dict[int, torch.Tensor | None]:
-    """The gradients by PyTorch's operators, with a history."""
+    """The gradients by PyTorch's operators, with a history. A rank that needs none of c computes one, if others do: the
+    collectives of all are the same then."""
+    of_all = tuple(i for i, o in enumerate(operands) if isinstance(o, torch.Tensor) and o.is_floating_point())
+    through_c = reaching_c(call, operands, grad_outputs, wanted)
+    more: tuple[int, ...] = ()
+    if through_c or exchange.is_needed(stances):
+        exchange.check_stances(stances)
+        more = () if through_c else reaching_c(call, operands, grad_outputs, of_all)[:1]
     with torch.enable_grad():
         inputs: list[Any] = [as_input(o) if isinstance(o, torch.Tensor) else o for o in operands]
         outputs = composite.differentiable(call, inputs, group)
         given = [(o, g) for o, g in zip(outputs, grad_outputs, strict=True) if g is not None and o.requires_grad]
         gradients = torch.autograd.grad(
-            [o for o, _ in given], [inputs[i] for i in wanted], [g for _, g in given], create_graph=True,
+            [o for o, _ in given], [inputs[i] for i in (*wanted, *more)], [g for _, g in given], create_graph=True,
             allow_unused=True,
         )  # fmt: skip
-    return dict(zip(wanted, gradients, strict=True))
+    return dict(zip(wanted, gradients, strict=False))

@@ -244,9 +244,7 @@ def forward(
     views = tuple(View.of(operand) for operand in operands)
     device = device_of(operands)
     shape = shape_of(views)
-    outputs = (out,) if out is not None else tuple(empty_output(call, operands, shape, d, device) for d in call.outputs)
-    if out is None and is_native(device):
-        reuse_memory(outputs)
+    outputs = (out,) if out is not None else empty_outputs(call, operands, shape, device)
     averaged = () if running is None else (running.mean.dtype, running.variance.dtype)
     of_outputs = tuple(map(View.of, outputs))
     launch: Any = prepare_forward(call, (*views, *of_outputs), device, plan, averaged)
@@ -280,10 +278,7 @@ def backward(
     launch = prepare_backward(call, views, grads[0].device, given, wanted, plan)
     wanting: list[torch.Tensor] = [operands[i] for i in launch.problem.wanted]  # type: ignore[misc]
     dtypes = [gradient.dtype for gradient in launch.problem.gradients]
-    empty = torch.empty_like if call.norm.is_by_channel else _empty_contiguous
-    gradients = tuple(empty(o, dtype=d) for o, d in zip(wanting, dtypes, strict=True))
-    if is_native(grads[0].device):
-        reuse_memory(gradients)
+    gradients = empty_gradients(call, wanting, dtypes)
     if gradients:
         try:
             launch(operands, grads, statistics, gradients)
@@ -334,6 +329,25 @@ def empty_output(
             if isinstance(operand, torch.Tensor) and operand.shape == shape:
                 return torch.empty_like(operand, dtype=dtype)
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def empty_outputs(
+    call: Call, operands: Tensors, shape: Sequence[int], device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    outputs = tuple([empty_output(call, operands, shape, dtype, device) for dtype in call.outputs])
+    if is_native(device):
+        reuse_memory(outputs)
+    return outputs
+
+
+def empty_gradients(
+    call: Call, operands: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]
+) -> tuple[torch.Tensor, ...]:
+    empty = torch.empty_like if call.norm.is_by_channel else _empty_contiguous
+    gradients = tuple([empty(o, dtype=d) for o, d in zip(operands, dtypes, strict=True)])
+    if gradients and is_native(gradients[0].device):
+        reuse_memory(gradients)
+    return gradients
 
 
 def reuse_memory(results: Sequence[torch.Tensor]) -> None:

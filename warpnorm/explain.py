@@ -167,6 +167,8 @@ def _explanation(
     if route == NATIVE and is_here:  # not where a GPU was asked for
         forward = replace(forward, native=pipeline.native_text(problem))
         backward = backward and replace(backward, native=pipeline.native_text(backward.problem))
+        if not call.norm.is_by_channel and space.cols <= pipeline.SMALL_COMPILED_ROW:
+            route += f"; under torch.compile, up to {pipeline.SMALL_COMPILED_ROW} columns, as plain PyTorch"
     if prepared.captured.ranks:
         route += (
             f", in three steps: ranks of the process group {prepared.captured.ranks} share its rows, so its statistics are "

@@ -205,10 +205,16 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
             made = library.normalize(norm, text, operands, running=running)
             results = [r if o is None else made[o] for r, o in zip(results, outputs, strict=True)]
             return pytree.tree_unflatten(results, tree)
+        _say_small()
     with torch.no_grad():
         for buffer, copy in tape.averaged:
             buffer.copy_(copy)
     return plain
+
+
+@settings.constant
+def _say_small() -> None:
+    _log.info("a fused function runs as it is under the compiler: PyTorch's operators are quicker for rows so small")
 
 
 @settings.constant

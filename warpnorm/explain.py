@@ -176,6 +176,8 @@ def _explanation(
         if backward is not None:
             problem_of, _ = pipeline.backward_problem(of_call, (*kept, *grads), given, wanted, is_native=True)
             backward = replace(backward, native=pipeline.native_text(problem_of))
+        if not call.norm.is_by_channel and space.cols <= pipeline.SMALL_COMPILED_ROW:
+            route += f"; under torch.compile, up to {pipeline.SMALL_COMPILED_ROW} columns, as plain PyTorch"
     if prepared.captured.ranks:
         route += (
             f", in three steps: ranks of the process group {prepared.captured.ranks} share its rows, so its statistics are "

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from warpnorm import pipeline
-from warpnorm.bench import cases, check, demo, inside, rivals, run, timing
+from warpnorm.bench import block, cases, check, demo, inside, rivals, run, timing
 from warpnorm.bench.cases import BACKWARD, BATCH, FORWARD, GROUP, INSTANCE, NC, NCHW, NHWC, BenchCase, Workload
 from warpnorm.bench.timing import Timing
 from warpnorm.cli import main
@@ -110,6 +110,21 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     assert "interrupted" in printed
     assert sum(line.startswith("│") for line in printed.splitlines()) == 1
+
+
+def test_blocks_are_checked_and_timed_as_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(block, "CPU_SIZES", (((8, 64, 128), torch.float32),))  # large enough for one draw
+    monkeypatch.setattr(cases, "all_cases", block.cases)
+    monkeypatch.setattr(rivals, "_whole", lambda function: function)  # a compiler takes longer than all tests here
+    monkeypatch.setattr(run, "time_steps", lambda functions, device, seconds: [run_once(f) for f in functions])
+    assert main(["bench", "--only", "block", "--json", str(tmp_path / "cpu.json")]) == 0
+    rows = json.loads((tmp_path / "cpu.json").read_text())["results"]
+    assert [row["name"] for row in rows] == [f"{workload.name} step 8 x 64 x 128 fp32" for workload in block.WHY]
+    for row, rival in zip(rows, ("eager", "eager", "torch.compile", "torch.compile"), strict=True):
+        assert [(m["rival"], m["is_right"], m["ms"]) for m in row["measurements"]] == [
+            ("warpnorm", True, 1.0),
+            (rival, True, 1.0),
+        ]
 
 
 def test_least_bytes_counts_each_tensor_once() -> None:

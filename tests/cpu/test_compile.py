@@ -182,12 +182,20 @@ def test_another_number_of_columns_compiles_once(norm: Callable[..., Any]) -> No
     assert seen.frames <= 3, "for the first shape, for all rows, for all columns"
 
 
-def test_small_rows_are_left_to_the_compiler() -> None:
+@pytest.mark.parametrize(("cols", "is_left"), [(32, True), (512, True), (513, False)])
+def test_small_rows_are_left_to_the_compiler(cols: int, is_left: bool, caplog: pytest.LogCaptureFixture) -> None:
     seen = Seen()
-    x = torch.randn(4, 32, dtype=torch.float32)
-    torch.compile(lambda x: warpnorm.layer_norm(x, (32,)), backend=seen, fullgraph=True)(x)
-    torch.compile(warpnorm.fuse(lambda x: F.layer_norm(x * 2, (32,))), backend=seen, fullgraph=True)(x)
-    assert not any("warpnorm" in name for graph in seen.graphs for name in graph)
+    x = torch.randn(4, cols)
+    with caplog.at_level("INFO", "warpnorm.compiled"):
+        torch.compile(lambda x: warpnorm.rms_norm(x, (cols,)), backend=seen, fullgraph=True)(x)
+        torch.compile(warpnorm.fuse(lambda x: F.layer_norm(x * 2, (cols,))), backend=seen, fullgraph=True)(x)
+    assert [name for graph in seen.graphs for name in graph].count(NORM) == (0 if is_left else 2)
+    assert ("quicker for rows so small" in caplog.text) == is_left
+
+
+def test_a_program_that_is_exported_may_run_without_a_compiler() -> None:
+    program = torch.export.export(warpnorm.nn.RMSNorm(128), (torch.randn(4, 128),))
+    assert NORM in [str(node.target) for node in program.graph.nodes]
 
 
 def test_every_size_may_be_a_symbol() -> None:

@@ -99,6 +99,16 @@ def test_tables_say_what_the_file_says(tmp_path: Path) -> None:
     assert "CUDA graph" in text
 
 
+def test_steps_are_times(tmp_path: Path) -> None:
+    times = [measured("warpnorm", 4.5, wall_ms=4.6), measured("torch.compile", 4.6, wall_ms=4.7)]
+    write_documents(
+        [result_file(tmp_path / "gpu.json", row("block", "step", (8, 1024, 2048), measurements=times))], tmp_path
+    )
+    text = (tmp_path / "performance.md").read_text()
+    assert "Whole steps, microseconds of the device / of a whole call:" in text
+    assert "| step | 8 x 1024 x 2048 | fp32 | **4500 / 4600** | 4600 / 4700 | 1.02x | 1.02x |" in text
+
+
 def test_where_a_rival_is_ahead_is_listed(tmp_path: Path) -> None:
     write_documents([mixed(tmp_path / "gpu.json")], tmp_path)
     text = (tmp_path / "performance.md").read_text()

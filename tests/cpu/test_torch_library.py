@@ -109,6 +109,30 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_call_that_was_seen_before(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits of the first one, by one look-up; other layouts and settings are other calls."""
+    operands = [operand.detach() for operand in case.operands()]
+    count = len(call_text.read(case.text)[0].outputs)
+    first = norm(operands, case.numbers, case.text)
+    grads = [torch.randn_like(output) for output in first[:count]]
+    rest = list(range(count)), operands, case.numbers, first[count:], list(range(len(operands))), case.text
+    gradients = norm_backward(grads, *rest)
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "_call_of", None)
+        again = norm(operands, case.numbers, case.text)
+        torch.testing.assert_close(again, first, rtol=0, atol=0, equal_nan=True)
+        if case.name != "fused":  # whose two terms have one gradient
+            torch.testing.assert_close(norm_backward(grads, *rest), gradients, rtol=0, atol=0, equal_nan=True)
+        with pytest.raises(TypeError):
+            norm([operands[0].mT.contiguous().mT, *operands[1:]], case.numbers, case.text)
+        with pytest.raises(TypeError), settings.override(route="reference"):
+            norm(operands, case.numbers, case.text)
+    with pytest.raises(InputError, match="but got"):
+        norm(operands, [*case.numbers, 1.0], case.text)
+
+
+@pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
 def test_plain_calls_never_come_by_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise AssertionError("a call that nobody traces went to the operator")

@@ -1,6 +1,7 @@
 """Measuring: on whatever device is there, against what people use today. Nobody imports this but `cli.py`.
 
 cases      what is measured, each with its reason
+block      a step of a small stack of transformer blocks, by kinds of norms
 rivals     what it is measured against, and what is missing here and why
 timing     time of one call, and the bandwidth of a copy
 check      error against float64; nothing wrong is timed

@@ -35,7 +35,8 @@ def _compile(case: BenchCase, rivals: Sequence[str], device: str) -> None:
         subject = Subject(case, device)
     except Exception:  # out of memory, say
         return
-    for rival in (OURS, *chosen(rivals)):
+    own = case.workload.rivals
+    for rival in (OURS, *(rival for rival in chosen(rivals) if own is None or rival.name in own)):
         try:
             subject.timed(build(rival, case.workload))()
         except Exception:

@@ -1,6 +1,6 @@
 """What is measured, each with its reason."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD, BACKWARD, STEP = "forward", "backward", "step"  # a step is both
 DTYPE_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 NC, NCHW, NHWC = "nc", "nchw", "nhwc"  # how an input by channel lies in memory
 
@@ -27,7 +27,10 @@ class Workload:
     `forward_tensors` and `backward_tensors` are how many full-sized tensors must be moved at least; 0 in backward is no
     gradient at all. Slices along
     `part_dim` do not depend on each other, but for the gradients of what they share. Where it `keeps_precision`, vectors
-    have the dtype of computation. `exact` is the function in primitive operators, for the truth in float64."""
+    have the dtype of computation. `exact` is the function in primitive operators, for the truth in float64.
+
+    Parameters that are no vectors have `parameter_shapes`, by the width. `rivals` are those to compare with, where not all
+    are."""
 
     name: str
     function: Callable[..., Any]
@@ -41,6 +44,8 @@ class Workload:
     keeps_precision: bool = False
     exact: Callable[..., Any] | None = None
     samples: int = 0
+    parameter_shapes: Callable[[int], Sequence[tuple[int, ...]]] | None = None
+    rivals: tuple[str, ...] | None = None
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -51,7 +56,7 @@ def _layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> to
     return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
 
 
-def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     h = x + residual
     return F.rms_norm(h, h.shape[-1:], weight, EPS), h
 
@@ -174,7 +179,7 @@ def _scaled(xhat: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
 # Backward of the sum needs no more than the sum, and gives both of its terms the same gradient.
 RMS = Workload("rms_norm", _rms_norm, 1, 1, 2, 3)
 LAYER = Workload("layer_norm", _layer_norm, 1, 2, 2, 3)
-ADD_RMS = Workload("add_rms_norm", _add_rms_norm, 2, 1, 4, 4)
+ADD_RMS = Workload("add_rms_norm", add_rms_norm, 2, 1, 4, 4)
 ADD_LAYER = Workload("add_layer_norm", _add_layer_norm, 2, 2, 4, 4)
 SWISH_LAYER = Workload("swish_layer_norm", _swish_layer_norm, 2, 2, 3, 5)
 GELU_RMS = Workload("gelu_rms_norm", _gelu_rms_norm, 1, 2, 2, 3)
@@ -394,6 +399,9 @@ def cpu_cases(is_quick: bool) -> tuple[BenchCase, ...]:
 
 
 def all_cases(device: str, is_quick: bool) -> tuple[BenchCase, ...]:
+    from warpnorm.bench import block  # which is made of what is here
+
+    steps = block.cases(device, is_quick)
     if device == "cpu":
-        return cpu_cases(is_quick)
-    return grid(ELEMENTS >> 3 if is_quick else ELEMENTS) + small_cases()
+        return cpu_cases(is_quick) + steps
+    return grid(ELEMENTS >> 3 if is_quick else ELEMENTS) + small_cases() + steps

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from warpnorm.bench.cases import FORWARD, NHWC, BenchCase
+from warpnorm.bench.cases import FORWARD, NHWC, STEP, BenchCase
 from warpnorm.bench.rivals import Forward
 from warpnorm.problem import compute_dtype
 
@@ -39,7 +39,8 @@ class Subject:
         self.full += [_random(of_samples, case.dtype, device) for _ in range(workload.samples)]
         length = case.shape[workload.parameter_dim]
         dtype = compute_dtype([case.dtype]) if workload.keeps_precision else case.dtype
-        self.parameters = [_random((length,), dtype, device) for _ in range(workload.parameters)]
+        of_parameters = workload.parameter_shapes or (lambda width: [(width,)] * workload.parameters)
+        self.parameters = [_parameter(shape, dtype, device) for shape in of_parameters(length)]
         self.buffers = [_random((length,), dtype, device).abs() for _ in range(workload.buffers)]
         self.grads = [self._laid_out(_random(shape, case.dtype, device)) for shape in self._output_shapes()]
 
@@ -59,6 +60,8 @@ class Subject:
         if self.case.direction == FORWARD:
             return lambda: self._forward(forward, buffers)
         leaves = _leaves([*self.full, *self.parameters])
+        if self.case.direction == STEP:
+            return lambda: torch.autograd.grad(_several(forward(*leaves, *buffers)), leaves, self.grads)
         outputs = _several(forward(*leaves, *buffers))
         return lambda: torch.autograd.grad(outputs, leaves, self.grads, retain_graph=True)
 
@@ -113,6 +116,12 @@ class Subject:
 
 def _random(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.randn(tuple(shape), device=device, dtype=torch.float32).to(dtype)
+
+
+def _parameter(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Of a matrix as large as keeps its results as large as its input."""
+    found = _random(shape, dtype, device)
+    return found / shape[-1] ** 0.5 if len(shape) > 1 else found
 
 
 def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

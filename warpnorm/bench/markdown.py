@@ -148,7 +148,8 @@ def _small(file: ResultFile, rows: Sequence[Row]) -> Iterator[str]:
     if not rows:
         return
     has_wall = any(row.has("wall_ms") for row in rows)
-    yield f"Small shapes, microseconds{' of the device / of a whole call' * has_wall}:"
+    what = "Whole steps" if all(row.is_step for row in rows) else "Small shapes"
+    yield f"{what}, microseconds{' of the device / of a whole call' * has_wall}:"
     yield ""
     libraries, facts = _present(file, rows), _facts(rows)
 

@@ -47,7 +47,7 @@ def print_demo(run: Run, console: Console) -> None:
 def print_bench(run: Run, console: Console) -> None:
     """One row a case, one column a rival: percent of the speed of a copy; then our speed over the best rival's, our time on
     the device and of a plain call, and the memory that a call takes."""
-    rivals = [m.rival for m in run.results[0].measurements] if run.results else []
+    rivals = list(dict.fromkeys(m.rival for result in run.results for m in result.measurements))
     table = Table(
         title=f"Percent of copy speed on {run.device_name} ({run.copy_bandwidth / 1e12:.2f} TB/s)", title_justify="left"
     )

@@ -9,6 +9,7 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from warpnorm.bench.cases import STEP
 from warpnorm.bench.rivals import OURS
 
 AHEAD, LEVEL, BEHIND, ALONE, FAILED = "ahead", "level", "behind", "alone", "failed"
@@ -64,7 +65,12 @@ class Row:
 
     @property
     def is_small(self) -> bool:
-        return self.least_bytes < SMALL_BYTES
+        return self.least_bytes < SMALL_BYTES or self.is_step
+
+    @property
+    def is_step(self) -> bool:
+        """Of a model, most of which is no norm: its time says more than its share of copy speed."""
+        return self.direction == STEP
 
     def by(self, library: str) -> Measured | None:
         return next((m for m in self.measured if m.library == library), None)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from warpnorm import functional
+from warpnorm.bench import block
 from warpnorm.bench.cases import (
     ADD_RMS,
     BATCH,
@@ -52,6 +53,9 @@ FUNCTIONS: dict[Workload, Forward] = {
 def _ours(workload: Workload) -> Forward:
     if workload is QK:
         return _packed_qk_norm
+    if workload in block.FUNCTIONS:
+        function = block.FUNCTIONS[workload]
+        return _whole(function) if workload in block.COMPILED else function
     return FUNCTIONS.get(workload) or fuse(workload.function)
 
 
@@ -70,11 +74,15 @@ def _eager(workload: Workload) -> Forward:
 
 
 def _compiled(workload: Workload) -> Forward:
+    return _whole(workload.function)
+
+
+def _whole(function: Forward) -> Forward:
     import torch._functorch.config as config
 
     torch.compiler.reset()  # its cache is per function and small: past eight shapes it would run eager
     config.donated_buffer = False  # or a backward could run only once
-    return torch.compile(workload.function, dynamic=False)
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 def _liger(workload: Workload) -> Forward | None:

@@ -13,10 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from warpnorm import repeat, settings
 from warpnorm.bench.ahead import compile_ahead
-from warpnorm.bench.cases import DTYPE_NAMES, BenchCase
+from warpnorm.bench.cases import DTYPE_NAMES, STEP, BenchCase
 from warpnorm.bench.check import Subject, draws, is_right
 from warpnorm.bench.rivals import OURS, Forward, Rival, build
-from warpnorm.bench.timing import copy_bandwidth, peak_memory, time_calls, wall_time
+from warpnorm.bench.timing import copy_bandwidth, peak_memory, time_calls, time_steps, wall_time
 
 
 @dataclass
@@ -117,16 +117,18 @@ def run_cases(
         try:
             if jobs > 1:
                 todo = [case for case in cases if case.name not in (before or {})]
-                names = [rival.name for rival in contenders[1:]]
+                there = [rival.name for rival in contenders[1:]]
                 say = "{} of {} cases compiled".format
-                compile_ahead(todo, names, device, jobs, lambda n: progress.update(task, description=say(n, len(todo))))
+                compile_ahead(todo, there, device, jobs, lambda n: progress.update(task, description=say(n, len(todo))))
             for case in cases:
                 progress.update(task, description=case.name)
                 if before and case.name in before:
                     run.results.append(CaseResult.of(case, before[case.name]))
                     progress.advance(task, len(contenders))
                     continue
-                result = _run_case(case, contenders, run, seconds, lambda part: progress.advance(task, part))
+                names = case.workload.rivals
+                own = [c for c in contenders if names is None or c.name in (OURS.name, *names)]
+                result = _run_case(case, own, run, seconds, lambda part: progress.advance(task, part))
                 run.results.append(result)
                 keep(run)
         except KeyboardInterrupt:
@@ -189,15 +191,17 @@ def _check(subjects: Sequence[Subject], rival: Rival, eager_error: float) -> tup
 
 
 def _time(subject: Subject, right: Sequence[tuple[Measurement, Forward]], run: Run, seconds: float) -> None:
-    """Whoever is right: on a CPU in turns, unless one of them raises; on a GPU one after the other."""
+    """Whoever is right: in turns, unless one of them raises; on a GPU one after the other, but for whole steps, whose times
+    differ by little."""
     case = subject.case
-    if run.device == "cuda" and len(right) > 1:
+    is_step = case.direction == STEP
+    if run.device == "cuda" and len(right) > 1 and not is_step:
         for pair in right:
             _time(subject, [pair], run, seconds)
         return
     try:
         calls = [subject.timed(function) for _, function in right]
-        timings = time_calls(calls, run.device, seconds) if calls else []
+        timings = (time_steps if is_step else time_calls)(calls, run.device, seconds) if calls else []
         extras = [(wall_time(call), peak_memory(call)) if run.device == "cuda" else None for call in calls]
     except Exception as error:
         if len(right) == 1:

@@ -42,6 +42,25 @@ def time_calls(functions: Sequence[Callable[[], Any]], device: str, seconds: flo
     return [Timing(median(found), "wall") for found in samples]
 
 
+# Of a whole step: rounds in which each has its turn, and calls in each, so that the device does not wait for the host
+STEP_ROUNDS, STEP_CALLS = 30, 4
+
+
+def time_steps(functions: Sequence[Callable[[], Any]], device: str, seconds: float) -> list[Timing]:
+    """Each function in turns, on any device, and for longer: they are whole steps of a model."""
+    if device != "cuda":
+        return time_calls(functions, device, 4 * seconds)
+    for function in functions:
+        for _ in range(5):
+            function()
+    samples: list[list[float]] = [[] for _ in functions]
+    for turn in range(STEP_ROUNDS):
+        turns = list(zip(functions, samples, strict=True))
+        for function, found in turns if turn % 2 else reversed(turns):
+            found.append(_events(function, STEP_CALLS))
+    return [Timing(median(found), "events") for found in samples]
+
+
 def _wall_times(functions: Sequence[Callable[[], Any]], seconds: float) -> list[list[float]]:
     """In turns, so that whatever else the machine does meets all alike, and each with fresh memory for its results, which
     for some sizes would hang on who was called before."""

@@ -293,7 +293,7 @@ def _backward(
         kernels["long_row_sums_kernel"] = bind.backward_sums(problem, plan, device, 0)
         if last is not None:
             kernels[_kernel_name(plan) + LAST_TASKS] = bind.backward(problem, last, device, 0)
-        kernels["column_sum_kernel"] = bind.column_sum(problem, sum_plan, device, 0)
+        kernels["column_sum_kernel"] = None if of_sums else bind.column_sum(problem, sum_plan, device, 0)
         listings = {name: listing.read(kernel) for name, kernel in kernels.items() if kernel is not None}
     least = read + written
     moved = least + (times - 1) * tiles + statistics + partials

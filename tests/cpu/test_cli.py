@@ -158,10 +158,15 @@ def test_channel_norms_are_measured_in_every_layout() -> None:
     shapes = ["nchw 64 x 256 x 56 x 56", "nhwc 64 x 256 x 56 x 56", "nchw 256 x 64 x 112 x 112"]
     shapes += ["nhwc 256 x 64 x 112 x 112", "nhwc 256 x 2048 x 7 x 7", "nc 65536 x 1024"]
     expected = [f"batch_norm {{}} {shape} {dtype}" for shape in shapes for dtype in ("fp16", "fp32")]
+    more = ["nchw 256 x 2048 x 7 x 7", "nchw 8 x 256 x 56 x 56", "nhwc 8 x 256 x 56 x 56", "nchw 256 x 256 x 56 x 56"]
+    more += ["nchw 8 x 64 x 112 x 112", "nchw 64 x 1 x 1024 x 1024", "nc 2048 x 65536"]
+    expected += [f"batch_norm {{}} {shape} fp16" for shape in more]
     expected += [f"group_norm {{}} {layout} 32 x 320 x 64 x 64 bf16" for layout in ("nchw", "nhwc")]
     by_channel = [name for name in names if name.startswith(("batch_norm ", "group_norm "))]
     assert by_channel == [name.format(direction) for direction in (FORWARD, BACKWARD) for name in expected]
     assert "rms_norm forward 32768 x 4096 bf16" in names
+    for layout in ("nchw 64 x 256 x 56 x 56", "nhwc 64 x 256 x 56 x 56", "nc 65536 x 1024"):
+        assert {f"batch_norm_eval {d} {layout} fp16" for d in (FORWARD, BACKWARD)} <= set(names)
     for fused in ("add_batch_norm_relu backward nhwc 64 x 256 x 56 x 56 fp16", "group_norm_silu forward nchw 32 x 320"):
         assert any(name.startswith(fused) for name in names), fused
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import warpnorm
 from kernel_contracts.running import NORMS, check_accuracy, run_planned
 from warpnorm import pipeline
 from warpnorm.norms import Norm
@@ -71,6 +73,37 @@ def test_every_forward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dtyp
 @pytest.mark.parametrize("plan", BACKWARD, ids=str)
 def test_every_backward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
     check(cols, norm, dtype, device, None, plan)
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize(
+    ("plan", "dtype"), zip(BACKWARD[:8], [torch.float32, torch.bfloat16] * 4, strict=True), ids=str
+)
+def test_backward_plans_as_of_many_rows(
+    plan: Plan, dtype: torch.dtype, norm: Norm, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums of few rows are taken in the launch of their gradients; of many, each program leaves partial ones."""
+    monkeypatch.setattr(grid, "FEW_ROWS", 0)
+    pipeline.prepare_backward.cache_clear()
+    try:
+        check(WIDTHS[0], norm, dtype, device, None, plan)
+    finally:
+        pipeline.prepare_backward.cache_clear()
+
+
+@pytest.mark.parametrize("rows", [1, 63, 64, 65, 128, 129])
+def test_gradients_of_rows_few_and_many(rows: int, device: str) -> None:
+    """The same rows give the same gradients, whoever sums over them."""
+    generator = torch.Generator().manual_seed(rows)
+    x, w, b, g = (torch.randn(s, generator=generator).to(device) for s in ((rows, 96), (96,), (96,), (rows, 96)))
+    x, w, b = (t.requires_grad_() for t in (x, w, b))
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    found = torch.autograd.grad(warpnorm.layer_norm(x, (96,), w, b), (x, w, b), g)
+    true = torch.autograd.grad(F.layer_norm(wide[0], (96,), *wide[1:]), wide, g.double())
+    for ours, theirs in zip(found, true, strict=True):
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-5)
+    alone = torch.autograd.grad(warpnorm.layer_norm(x[:1], (96,), w, b), x, g[:1])[0]
+    assert alone[:1].equal(found[0][:1]), "a row's gradient does not know its neighbours"
 
 
 @pytest.mark.parametrize("blocks", [(16, 64, 4), (128, 32, 8), (256, 16, 8)], ids=str)

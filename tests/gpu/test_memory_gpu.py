@@ -59,5 +59,5 @@ def test_a_batch_far_from_zero_with_two_to_the_28_values(mean: float, device: st
 
 
 def test_random_calls(device: str) -> None:
-    found = run.fuzz(60, 0, device, batches=20)
+    found = run.fuzz(run.Limits(60.0, 1000), 0, device)
     assert found.failures == [], [(failure.why, failure.code) for failure in found.failures]

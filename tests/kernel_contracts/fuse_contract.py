@@ -266,7 +266,7 @@ VIEWS = (
           "a view of what an operator gave"),
     Views("squeeze", lambda x, y: rms(x.squeeze(1) * y), ((4, 1, 24), (4, 24)), "a dimension less"),
     Views("heads", heads, ((2, 5, 24), (2, 4, 5, 6)), "an intermediate is reshaped and transposed"),
-    Views("permute", lambda x, y: rms(x.permute(0, 2, 1) * y), ((2, 5, 3), (2, 3, 5)), "columns apart"),
+    Views("permute", lambda x, y: rms(x.permute(0, 2, 1) * y), ((4, 24, 6), (4, 6, 24)), "columns apart"),
     Views("expand", lambda x, a: rms(x * a.expand(2, 3, 24).sin()), ((2, 3, 24), (2, 1, 1)), "by hand"),
     Views("expanded_result", lambda x, a: rms(x * a.sin().expand_as(x)), ((2, 3, 24), (3, 1)), "by hand"),
     Views("flatten", lambda x, y: rms(x.flatten(0, 1) * y), ((2, 3, 24), (6, 24)), "rows in one axis"),
@@ -372,7 +372,7 @@ def test_fused_gradients_of_float8_operands(dtype: torch.dtype, device: str) -> 
 
 def test_fused_more_groups_than_a_grid_has(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Their gradient is then summed by PyTorch."""
-    monkeypatch.setattr(sys.modules["warpnorm.fuse"], "LARGEST_GROUPS", 3)
+    monkeypatch.setattr(sys.modules["warpnorm.trace.arrange"], "LARGEST_GROUPS", 3)
     check(modulated, [(4, 3, COLS), (4, 1, COLS)], device)
     x, a = (drawn(shape, 0, torch.float32, device).requires_grad_() for shape in ((4, 3, COLS), (4, 1, COLS)))
     explained = warpnorm.explain(modulated, x, a)

@@ -50,6 +50,8 @@ BACKWARD = (
     Plan(LONG_ROW, 1, 256, 4, programs=400, stages=3),
 )
 
+OF_MANY = list(zip(BACKWARD[:8], [torch.float32, torch.bfloat16] * 4, strict=True))
+
 
 def check(cols: int, norm: Norm, dtype: torch.dtype, device: str, forward: Plan | None, backward: Plan | None) -> None:
     def make(seed: int) -> torch.Tensor:
@@ -76,9 +78,7 @@ def test_every_backward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dty
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
-@pytest.mark.parametrize(
-    ("plan", "dtype"), zip(BACKWARD[:8], [torch.float32, torch.bfloat16] * 4, strict=True), ids=str
-)
+@pytest.mark.parametrize(("plan", "dtype"), OF_MANY, ids=str)
 def test_backward_plans_as_of_many_rows(
     plan: Plan, dtype: torch.dtype, norm: Norm, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import triton.language as tl
 from warpnorm.kernels.statistics import (
     average_statistics,
     mean_of,
+    merge_lanes,
     reciprocal_sqrt,
     store_statistics,
 )
@@ -94,6 +95,10 @@ def merged_statistics(
             squares += their_squares + tl.where(mask, delta * delta * ((total - count) * ratio), 0.0)
             mean += tl.where(mask, delta * ratio, 0.0)
     count_of_row = cols.to(tl.int64) * layout[6]
+    if COMPUTE == tl.float64:
+        merged, merged_squares = merge_lanes((mean, squares), total, count_of_row, True)
+        variance = mean_of(merged_squares, count_of_row)
+        return merged, reciprocal_sqrt(variance + eps), variance
     # There may be many lanes, each of few values, whose means are larger than the mean of all
     wide = tl.sum(total.to(tl.float64) * mean.to(tl.float64), 1) / count_of_row
     merged = wide.to(COMPUTE)

@@ -1,6 +1,7 @@
 """What the compiler makes of the kernels, for GPUs that are not here: the plans that `choose.py` picks, compiled for
 NVIDIA's and AMD's targets, and the machine code read."""
 
+import os
 import re
 import subprocess
 import tempfile
@@ -100,7 +101,11 @@ def test_sixteen_byte_accesses(cols: int, dtype: torch.dtype, target: str) -> No
             )
             assert wide_loads > 0, direction
             assert re.search(rf"st\.global\S*\.v{words}\.b32", code), direction
-            assert not re.search(r"(ld|st)\.global\S*\.[bu]16", code), f"{direction}: single elements are moved"
+            singles = re.findall(r"(?:ld|st)\.global\S*\.[bu]16", code)
+            # but for sums over few rows, one for each column
+            allowed = (2 if norm.is_centered else 1) if direction == "backward" and plan.pattern == ROW else 0
+            assert len([s for s in singles if s.startswith("ld")]) == 0, f"{direction}: single elements are loaded"
+            assert len(singles) <= allowed, f"{direction}: single elements are stored"
 
 
 @pytest.mark.parametrize("target", NVIDIA)
@@ -136,13 +141,15 @@ def test_teams_share_long_rows(norm: Norm, cols: int, dtype: torch.dtype, target
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
-    """For every class of widths up to 16,384, aligned and odd, with all parameters and their gradients."""
+    """For every class of widths up to 16,384, aligned and odd, with all parameters and their gradients; for other GPUs than
+    Hopper a third of them, or all with WARPNORM_TEST_ALL=1."""
     widths = (
         [2047, 4096, 8192, 16384]
         if dtype == torch.float64
         else [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383, 1536, 5120, 12288]
     )
-    for cols in widths:
+    is_all = target == "sm_90" or os.environ.get("WARPNORM_TEST_ALL") == "1"
+    for cols in widths if is_all else widths[::3]:
         for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
             # RMSNorm backward keeps 16384 sums in registers: some bytes do not fit, and yet it is faster than a team
             allowed = 32 if (norm, cols, direction, plan.pattern) == (RMS_NORM, 16384, "backward", ROW) else 0
@@ -214,7 +221,7 @@ def test_small_gpus_have_programs(units: int) -> None:
 def test_launches_are_described_as_they_were_compiled(norm: Norm, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each parameter of the machine code has a slot or a value; what is not loaded on a GPU is not described."""
     device = KNOWN["sm_90"]
-    call, views = call_and_views(norm, 4096, torch.bfloat16)
+    call, views = call_and_views(norm, 4096, torch.bfloat16, rows=256)
     wanted = tuple(range(len(views)))
     forward, forward_space = pipeline.forward_problem(call, (*views, views[0]))
     backward, backward_space = pipeline.backward_problem(call, (*views, views[0]), (0,), wanted)
@@ -234,6 +241,10 @@ def test_launches_are_described_as_they_were_compiled(norm: Norm, monkeypatch: p
         monkeypatch.setattr(kernel.compiled, "function", 1)
     partials, launches = back.described(len(views))
     assert len(partials) == len(views) - 1
+    few = BackwardLaunch(backward, back_plan, backward_space._replace(rows=64), kernels[1], None, kernels[2], sum_plan)
+    partials, (launch,) = few.described(len(views))
+    assert partials == ()
+    assert len(launch[-1]) == len(launches[0][-1])
     for kernel, launch in zip(kernels, (forth.described(len(views), 1), *launches), strict=True):
         function, *grid, threads, shared, is_chained, params = launch
         assert (function, threads, is_chained) == (1, 32 * kernel.compiled.metadata.num_warps, True)

@@ -19,7 +19,7 @@ CONTRACTS = ("test_contracts.py", "test_channels.py")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "native", CONTRACTS, one_in=12)
+    select(config, items, "native", CONTRACTS, one_in=16)
 
 
 @pytest.fixture(autouse=True)

@@ -127,7 +127,7 @@ def held_forward_kernel(
             mean, total = merge_messages(mailbox, number, splits, pieces, cols, BLOCK_ROWS, MOST, IS_CORRECTED)
             number += 1
         variance = mean_of(total, pieces.to(tl.float32) * cols)
-        found = (mean, reciprocal_sqrt(variance + eps), variance)
+        found = (mean, reciprocal_sqrt(variance + eps, True), variance)
         keep_statistics(
             statistic_ptrs, running_ptrs, found, row + tl.arange(0, 1), is_first(), factors, STATISTICS, HAS_RUNNING
         )

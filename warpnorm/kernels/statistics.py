@@ -8,11 +8,14 @@ import triton.language as tl
 
 
 @triton.jit
-def reciprocal_sqrt(value):
+def reciprocal_sqrt(value, IS_TIGHT: tl.constexpr = False):
+    """IS_TIGHT: there are no registers to spare."""
     # tl.sqrt and tl.rsqrt are approximate and flush subnormals in float32; one exact division a row costs nothing. The root
     # comes last: it halves the error of the division, which would else be added to its own
     if value.dtype == tl.float64:
         return 1.0 / tl.sqrt(value)
+    elif IS_TIGHT:
+        return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), tl.sqrt_rn(value))
     else:
         is_tiny = value < 1e-30  # and the reciprocal would overflow
         value = tl.where(is_tiny, value * 2.0**64, value)

@@ -17,6 +17,7 @@ BLOCKS_A_PROGRAM = 4
 # 1024 fp32 takes 1.9 us so, and 3.4 otherwise, of 128 x 1024 2.8 and 3.8; in eight steps, of 128 x 512, 3.75 and 3.85
 FEW_ROWS = 128
 FEW_STEPS = 4
+WIDEST_FEW = 4096  # columns: beyond, kernels have no registers to spare
 
 
 class Sum(NamedTuple):
@@ -55,7 +56,7 @@ def backward(plan: Plan, space: Space) -> tuple[int, int]:
 
 def sum_tile(plan: Plan, problem: BackwardProblem) -> tuple[int, int]:
     """Rows and columns that these have at once; none where there are no such programs."""
-    if plan.pattern != ROW_PATTERN or not problem.sums_by_columns:
+    if plan.pattern != ROW_PATTERN or not problem.sums_by_columns or problem.cols_class > WIDEST_FEW:
         return 1, 0
     cols = max(32, min(problem.cols_class // 64, 128))
     return max(plan.warps * 512 // cols, 16), cols

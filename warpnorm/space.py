@@ -37,8 +37,8 @@ from warpnorm.problem import (
 
 LARGEST_BLOCK = 4096  # of lines or columns, of a norm by channel, that may be known to divide their number
 # Positions of an odd image up to which memory is read across them. BatchNorm of 256 x 2048 x 7 x 7 fp16, forward and
-# backward: 51 and 53 percent of copy speed, along lines 6 and 7; of 256 x 1024 x 14 x 14 56 and 56; of 64 x 256 x 55 x 55
-# 33 and 40
+# backward: 49 and 53 percent of copy speed, along lines 6 and 7; of 256 x 1024 x 14 x 14 56 and 56; of 64 x 256 x 55 x 55
+# 33 and 40. Between those nothing is measured, nor 55 x 55 along lines
 LARGEST_ODD = 1024
 FULL_BLOCK = 32  # columns of a block where memory runs across lines
 

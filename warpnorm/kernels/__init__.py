@@ -5,12 +5,17 @@ statistics  mean and variance, or mean square: on registers, along a walk, and t
 masks       which elements of a tile are there
 pointwise   elementwise functions that generated source calls
 row         a row fits in one program's registers
+few_rows    its sums over rows, where these are few, by other programs of the same launch
+blocks      a row in registers, as blocks of columns
 long_row    it does not: walk it by blocks, twice
 team        programs that share a row and run at the same time exchange their sums
+held        rows in pieces that stay in the registers of a team from their statistic to their result
+messages    how those of `held` tell each other numbers
 column      rows in pieces or side by side: the norms by channel, by tiles of lines
 tasks       which of the tasks of `column` a program has, and where its tile lies
 merge       the statistics of rows from those of their pieces
-words       how its programs tell each other numbers
+words       how those of `column` tell each other numbers
+chain       launches that are made ready before the one before them ends
 column_sum  the partial sums of persistent programs, added in a fixed order
 
 Handed in, generated for each problem by `codegen/pointwise.py` (`place` is where a tile lies: row numbers, column

@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from warpnorm.kernels.chain import begin
+from warpnorm.kernels.statistics import as_stored
 
 
 @triton.jit
@@ -26,7 +27,4 @@ def column_sum_kernel(
                 mask = (row_offsets < height)[:, None] & col_mask[None, :]
                 offsets = (group * height + row_offsets)[:, None] * width + col_offsets[None, :]
                 total += tl.load(partials[i] + offsets, mask=mask, other=0.0)
-            result = tl.sum(total, 0)
-            if sums[i].dtype.element_ty.primitive_bitwidth == 16:  # the halves by way of float32, also from float64
-                result = result.to(tl.float32)
-            tl.store(sums[i] + group * width + col_offsets, result.to(sums[i].dtype.element_ty), mask=col_mask)
+            tl.store(sums[i] + group * width + col_offsets, as_stored(tl.sum(total, 0), sums[i]), mask=col_mask)

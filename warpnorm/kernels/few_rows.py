@@ -4,7 +4,7 @@ rows. Programs of their own compute what is summed once more, of all rows and so
 import triton
 import triton.language as tl
 
-from warpnorm.kernels.statistics import load_statistics, normalize
+from warpnorm.kernels.statistics import as_stored, load_statistics, normalize
 
 
 @triton.jit
@@ -33,7 +33,4 @@ def sum_columns(
         results = PROLOGUE_VJP(xhat, given, values, columns, place)
         accumulators = ACCUMULATE(accumulators, results, mask)
     for k in tl.static_range(ACCUMULATORS):
-        total = tl.sum(accumulators[k], 0)
-        if totals[k].dtype.element_ty.primitive_bitwidth == 16:  # the halves by way of float32, also from float64
-            total = total.to(tl.float32)
-        tl.store(totals[k] + col_offsets, total.to(totals[k].dtype.element_ty), mask=col_mask)
+        tl.store(totals[k] + col_offsets, as_stored(tl.sum(accumulators[k], 0), totals[k]), mask=col_mask)

@@ -107,9 +107,9 @@ def backward_rows(
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
     FULL_CHUNKS: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
-    STAGES: tl.constexpr, HAS_NEXT: tl.constexpr, HAS_SUMS: tl.constexpr,
+    STAGES: tl.constexpr, HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """Of one of some programs. HAS_SUMS: others of the launch may sum over rows."""
+    """Of one of `programs`, the first of the launch."""
     if HAS_GROUPS:
         shares = programs // groups  # programs that share the rows of a group
         group_rows = rows // groups
@@ -164,13 +164,7 @@ def backward_rows(
             added += (ACCUMULATE(accumulators[chunk], results, place[3]),)
         accumulators = added
     let_next_begin(HAS_NEXT)
-    if not HAS_SUMS:
-        for chunk in tl.static_range(CHUNKS):
-            col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
-            STORE_PARTIALS(
-                partials, accumulators[chunk], program, program * CHUNKS + chunk, col_offsets, col_mask, cols
-            )
-    elif tl.num_programs(0) == programs:  # nobody else sums over rows
+    if tl.num_programs(0) == programs:  # nobody else sums over rows
         for chunk in tl.static_range(CHUNKS):
             col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
             STORE_PARTIALS(
@@ -198,14 +192,14 @@ def row_backward_kernel(
             program, tl.num_programs(0), operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
             LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
-            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, False,
+            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT,
         )  # fmt: skip
     elif program < row_programs:
         backward_rows(
             program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
             LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
-            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
+            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT,
         )  # fmt: skip
     else:
         sum_columns(

@@ -121,10 +121,15 @@ def average_statistics(running_ptrs, statistics, rows, row_mask, factors):
 @triton.jit
 def average(pointers, new, mask, kept, gained):
     old = tl.load(pointers, mask=mask, other=0.0).to(new.dtype)
-    result = old * kept + new * gained
-    if pointers.dtype.element_ty.primitive_bitwidth == 16:  # the halves by way of float32, also from float64
-        result = result.to(tl.float32)
-    tl.store(pointers, result.to(pointers.dtype.element_ty), mask=mask)
+    tl.store(pointers, as_stored(old * kept + new * gained, pointers), mask=mask)
+
+
+@triton.jit
+def as_stored(value, pointers):
+    """In the dtype of what lies there; the halves by way of float32, also from float64."""
+    if pointers.dtype.element_ty.primitive_bitwidth == 16:
+        value = value.to(tl.float32)
+    return value.to(pointers.dtype.element_ty)
 
 
 @triton.jit

@@ -194,8 +194,8 @@ def describe_lines(
     """A norm by channel. What the rows lie in is a dimension: the samples of a channel, or the channels of a group. Where it
     and the dimensions after the channel are walked as one, rows are lines. Otherwise every row lies in pieces, a line each:
     the channels of a group in their order, samples where they are further apart in memory before the channels. In kernels,
-    images of an odd size, of 16 bits, are not read along these, which do not begin at whole vectors: every position is a
-    piece, whose columns are the samples, and memory runs across all of them."""
+    images of an odd size are not read along these, which do not begin at whole vectors: every position is a piece, whose
+    columns are the samples, and memory runs across all of them."""
     sizes: tuple[int, ...] = tuple(shape)
     masks = [(a == FULL,) * len(shape) if isinstance(a, str) else a for a in axes]
     strides = [_strides(view, mask) for view, mask in zip(views, masks, strict=True)]
@@ -222,9 +222,8 @@ def describe_lines(
         is_first = call.norm.rows == CHANNEL and whole[1] < whole[pieces]
         lines = [pieces, *rows] if is_first else [*rows, pieces]
         are_columns = all(all(m) or not m[pieces] for m in masks)  # nobody has values by sample alone, to be summed
-        # The means of many small pieces, far from zero, are not precise enough where values have more bits
-        are_short = all(v.dtype.itemsize <= 2 for v, m in zip(views, masks, strict=True) if all(m))
-        is_odd = is_first and not is_native and are_columns and are_short and _is_odd(sizes, whole)
+        itemsize = max(v.dtype.itemsize for v, m in zip(views, masks, strict=True) if all(m))
+        is_odd = is_first and not is_native and are_columns and _is_odd(sizes, whole, itemsize)
         if is_odd:
             lines, inner = [*rows, *inner], [pieces]
         if not inner:  # a column of its own for every element
@@ -253,11 +252,14 @@ def describe_lines(
     return space._replace(pieces=sizes[pieces], inner_rows=prod(sizes[d] for d in after))
 
 
-def _is_odd(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether images of 16 bits that fill the memory of their samples, several of these, do not begin at whole vectors."""
+def _is_odd(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether images that fill the memory of their samples, several of these, do not begin at whole vectors. Not those of
+    float64: the means of many small pieces, far from zero, have no second part there."""
     own = [d for d in range(1, len(sizes)) if sizes[d] != 1]
     positions = prod(sizes[2:])
-    if sizes[0] == 1 or len(own) < 2 or positions > LARGEST_ODD or positions % (VECTOR_BYTES // 2) == 0:
+    if sizes[0] == 1 or len(own) < 2 or positions > LARGEST_ODD:
+        return False
+    if itemsize > 4 or positions * itemsize % VECTOR_BYTES == 0:
         return False
     return strides[own[-1]] == 1 and _walks_as_one(own, sizes, strides)
 

@@ -138,6 +138,17 @@ def test_short_rows_side_by_side_are_read_once(dtype: torch.dtype, monkeypatch: 
         assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} {name}"
 
 
+@pytest.mark.parametrize("target", NVIDIA)
+def test_odd_images_are_read_by_whole_vectors(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of float32: none of 7 x 7 begins at one, but where memory runs across positions 64 of them fill 16."""
+    case = Case("batch_odd", BATCH_NORM, (256, 2048, 7, 7), False)
+    for direction, name, kernel in compile_all(case, torch.float32, target, monkeypatch):
+        if name in ARE_WHOLE:
+            code = kernel.asm["ptx"]
+            assert re.search(r"ld\.global\S*\.v4\.b32", code) or re.search(r"cp\.async\.cg\S* .*0x10", code), direction
+        assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} {name}"
+
+
 @pytest.mark.parametrize("is_last", [False, True], ids=["nchw", "channels_last"])
 def test_plans_do_not_depend_on_the_samples(is_last: bool) -> None:
     """A sample's groups have the same bits in every batch: so they have the same parts, in whose order sums are made."""

@@ -2,14 +2,14 @@
 channel_contract.py, beside the layouts."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from cpu.channel_truth import Arguments
 from kernel_contracts import channel_running
-from kernel_contracts.channel_running import BATCH, GROUPS, INSTANCE, Mode, arguments, random
+from kernel_contracts.channel_running import BATCH, GROUPS, INSTANCE, Layout, Mode, arguments, random
 from kernel_contracts.running import NORMS, check_accuracy
 from warpnorm import settings
 from warpnorm.norms import RMS_NORM, Norm
@@ -77,5 +77,28 @@ def test_a_batch_far_from_zero(mean: float, device: str) -> None:
         return arguments(
             BATCH, (random((16, 8, 64, 33), torch.float64, "cpu", seed) * 0.1 + mean).to(device, torch.float32)
         )
+
+    channel_running.check_accuracy(make)
+
+
+SMALL_PIECES = (
+    Layout("crop", (63, 16, 9), view=lambda t: t[..., 1:8], why="7 values of each sample"),
+    Layout("images", (63, 8, 2, 4), why="8 values, and memory runs along them"),
+    Layout("odd_images", (64, 8, 7, 7), why="64 values of each position, as memory runs across them"),
+    Layout("many_positions", (9, 4, 31, 33), why="9 values of each, and more pieces than are merged at once"),
+)
+
+
+@pytest.mark.parametrize(("mean", "deviation"), [(1e3, 0.1), (1e4, 0.1), (1e4, 1e-3)])
+@pytest.mark.parametrize("layout", SMALL_PIECES, ids=str)
+def test_pieces_far_from_zero(layout: Layout, mean: float, deviation: float, device: str) -> None:
+    """Of many means, each of few values, what rounding leaves of them would be a variance of its own: in the running one, in
+    what every value is divided by, and in the gradient of a weight."""
+
+    def make(seed: int) -> Arguments:
+        input = (random(layout.shape, torch.float64, "cpu", seed) * deviation + mean).to(device, torch.float32)
+        a = arguments(BATCH, layout.view(input), seed=seed)
+        running_mean, running_var = torch.zeros(2, a.input.shape[1], device=device)
+        return replace(a, running_mean=running_mean, running_var=running_var)
 
     channel_running.check_accuracy(make)

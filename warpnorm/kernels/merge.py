@@ -63,22 +63,37 @@ def items_of(
 
 
 @triton.jit
+def receive_lines(
+    piece_ptrs, offsets, mask, COMPUTE: tl.constexpr, WAITS: tl.constexpr, HAS_LOW: tl.constexpr
+):  # fmt: skip
+    """(mean, M2) of lines; with HAS_LOW the mean in float64, from its two parts."""
+    words = ask(piece_ptrs, offsets, mask, WAITS)
+    if HAS_LOW:
+        word = ask_one(piece_ptrs[2] + offsets, mask, WAITS)
+        mean, squares = receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
+        low = receive_one(word, piece_ptrs[2] + offsets, mask, COMPUTE, WAITS)
+        return mean.to(tl.float64) + low.to(tl.float64), squares
+    else:
+        return receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
+
+
+@triton.jit
 def merged_statistics(
     piece_ptrs, unit, rows, row_mask, first_tasks, layout, cols, eps,
     COMPUTE: tl.constexpr, WAITS: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    MERGE_COLS: tl.constexpr, IS_WALKED: tl.constexpr, IS_ONE: tl.constexpr,
+    MERGE_COLS: tl.constexpr, HAS_LOW: tl.constexpr, IS_WALKED: tl.constexpr, IS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Of rows of a unit, from those of their pieces. Where these are more than one block of lanes (not IS_ONE), lanes merge
-    one after another by Chan's formula. Then the lanes are merged."""
+    one after another by Chan's formula. Then the lanes are merged. Means in two parts (HAS_LOW) stay in float64."""
     if IS_ONE:
         offsets, mask, widths = items_of(
             unit, rows, row_mask, 0, first_tasks, layout, cols,
             HAS_PIECES, BLOCK_ROWS, MERGE_COLS, IS_WALKED,
         )  # fmt: skip
         total = widths.to(COMPUTE)
-        mean, squares = receive(ask(piece_ptrs, offsets, mask, WAITS), piece_ptrs, offsets, mask, COMPUTE, WAITS)
+        mean, squares = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
     else:
-        mean = tl.zeros((rows.shape[0], MERGE_COLS), COMPUTE)
+        mean = tl.zeros((rows.shape[0], MERGE_COLS), tl.float64 if HAS_LOW else COMPUTE)
         squares = tl.zeros((rows.shape[0], MERGE_COLS), COMPUTE)
         total = tl.zeros((1, MERGE_COLS), COMPUTE)
         for first in tl.range(0, first_tasks[0] // layout[5] * layout[6], MERGE_COLS):
@@ -89,11 +104,11 @@ def merged_statistics(
             count = widths.to(COMPUTE)
             total += count
             ratio = tl.where(count > 0, mean_of(count, tl.where(count > 0, total, 1.0)), 0.0)
-            words = ask(piece_ptrs, offsets, mask, WAITS)
-            their_mean, their_squares = receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
-            delta = their_mean - mean
+            their_mean, their_squares = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
+            away = their_mean - mean
+            delta = away.to(COMPUTE)
             squares += their_squares + tl.where(mask, delta * delta * ((total - count) * ratio), 0.0)
-            mean += tl.where(mask, delta * ratio, 0.0)
+            mean += tl.where(mask, away * ratio, 0.0)
     count_of_row = cols.to(tl.int64) * layout[6]
     if COMPUTE == tl.float64:
         merged, merged_squares = merge_lanes((mean, squares), total, count_of_row, True)
@@ -102,10 +117,14 @@ def merged_statistics(
     # There may be many lanes, each of few values, whose means are larger than the mean of all
     wide = tl.sum(total.to(tl.float64) * mean.to(tl.float64), 1) / count_of_row
     merged = wide.to(COMPUTE)
-    deviation = mean - merged[:, None]
-    shift = (wide - merged.to(tl.float64)).to(COMPUTE)
-    variance = mean_of(tl.sum(squares + total * deviation * deviation, 1), count_of_row) - shift * shift
-    variance = tl.where(variance < 0.0, 0.0, variance)  # unlike a maximum, this keeps NaN
+    if HAS_LOW:
+        deviation = (mean - wide[:, None]).to(COMPUTE)
+        variance = mean_of(tl.sum(squares + total * deviation * deviation, 1), count_of_row)
+    else:
+        deviation = mean - merged[:, None]
+        shift = (wide - merged.to(tl.float64)).to(COMPUTE)
+        variance = mean_of(tl.sum(squares + total * deviation * deviation, 1), count_of_row) - shift * shift
+        variance = tl.where(variance < 0.0, 0.0, variance)  # unlike a maximum, this keeps NaN
     return merged, reciprocal_sqrt(variance + eps), variance
 
 
@@ -125,13 +144,13 @@ def merge_statistics(
     eps,
     STATISTICS: tl.constexpr, HAS_RUNNING: tl.constexpr, COMPUTE: tl.constexpr, WAITS: tl.constexpr,
     HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_COLS: tl.constexpr, IS_WALKED: tl.constexpr,
+    MERGE_COLS: tl.constexpr, HAS_LOW: tl.constexpr, IS_WALKED: tl.constexpr,
 ):  # fmt: skip
     """The second task of forward."""
     rows, row_numbers, row_mask = rows_to_merge(unit, number, layout, statistics, MERGE_ROWS)
     found = merged_statistics(
         piece_ptrs, unit, rows, row_mask, first_tasks, layout, cols, eps,
-        COMPUTE, WAITS, HAS_PIECES, BLOCK_ROWS, MERGE_COLS, IS_WALKED, False,
+        COMPUTE, WAITS, HAS_PIECES, BLOCK_ROWS, MERGE_COLS, HAS_LOW, IS_WALKED, False,
     )  # fmt: skip
     send(row_ptrs[0] + row_numbers, found[0], row_mask)
     send(row_ptrs[1] + row_numbers, found[1], row_mask)

@@ -197,14 +197,27 @@ def end_walk(state, lanes, cols, eps, IS_CENTERED: tl.constexpr, BLOCK_COLS: tl.
 
 
 @triton.jit
-def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr):
-    """(mean, M2) of lines held in registers, in two steps."""
+def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr, HAS_LOW: tl.constexpr = False):
+    """(mean, M2) of lines held in registers, in two steps; with HAS_LOW also what the mean is rounded off by."""
     mean = mean_of(tl.sum(tl.where(mask, c, 0.0), 1), cols)
     deviation = tl.where(mask, c - mean[:, None], 0.0)
     squares = tl.sum(deviation * deviation, 1)
     if IS_CORRECTED:
-        return corrected(mean, squares, tl.sum(deviation, 1), cols)
-    return mean, squares
+        off = tl.sum(deviation, 1)
+        high, squares = corrected(mean, squares, off, cols)
+        if HAS_LOW:
+            return high, squares, rounded_off(mean, mean_of(off, cols), high)
+        else:
+            return high, squares
+    else:
+        return mean, squares
+
+
+@triton.jit
+def rounded_off(a, b, total):
+    """What `total`, which is a + b rounded, lacks of it: a number of the same dtype (Knuth's two-sum)."""
+    added = total - a
+    return (a - (total - added)) + (b - added)
 
 
 @triton.jit

@@ -41,7 +41,7 @@ class ColumnForwardLaunch:
         lead = lead_of(operands)
         statistics = empty_statistics(problem, space.statistics, lead.device, is_apart)
         with on_device(lead):
-            words = _words(plan, space, problem, lead.device)
+            words = _words(plan, space, problem, lead.device, int(problem.has_low))
             arguments = (tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), *words, statistics)
             averaged: tuple[Any, ...] = ((), ()) if running is None else running.arguments
             for of_step, order, programs in grid.column(plan, self.last, space, problem.has_tasks):
@@ -97,15 +97,15 @@ def _geometry(plan: Plan, first: Plan, space: Space, order: grid.Order) -> tuple
 
 
 def _words(
-    plan: Plan, space: Space, problem: ForwardProblem | BackwardProblem, device: torch.device, merged: int = 0
+    plan: Plan, space: Space, problem: ForwardProblem | BackwardProblem, device: torch.device, more: int
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """For what the programs tell each other: two for each line of every tile, and those that are `merged` beside; two for
-    each row. All are zero if somebody waits for them."""
+    """For what the programs tell each other: two for each line of every tile, and `more`, the second part of its mean or
+    sums that are merged beside; two for each row. All are zero if somebody waits for them."""
     if not problem.has_tasks:
         return (), ()
     order = grid.order(plan, space)
     pieces = order.units * order.unit_tiles * plan.block_rows
-    counts = [pieces] * (2 + merged) + [space.statistics] * 2
+    counts = [pieces] * (2 + more) + [space.statistics] * 2
     sizes = [-(-count // 4) * 4 for count in counts]  # each begins at a multiple of 16 bytes
     make = torch.zeros if order.is_by_turns else torch.empty
     storage = make(sum(sizes), dtype=WORDS[problem.compute.itemsize], device=device)

@@ -1,4 +1,4 @@
-"""The checks of tensors past 2^31 elements, which only a GPU has room for, of small ones: they hold, and they see a fault."""
+"""The checks of tensors past 2^31 elements, which only a GPU has room for, of small ones: they hold, and see a fault."""
 
 from dataclasses import replace
 

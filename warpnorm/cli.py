@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from warpnorm import settings
 from warpnorm.bench import cases, draw, inside, report, rivals, timing
 from warpnorm.bench import tune as tuning
 from warpnorm.bench.demo import run_demo
@@ -257,6 +258,11 @@ def _fuzz(parsed: argparse.Namespace, console: Console) -> int:
     device = parsed.device or default_device()
     if device == "cuda" and default_device() != "cuda":
         raise ValueError("--device cuda: there is no GPU here")
+    if settings.is_interpreting():
+        raise ValueError(
+            "TRITON_INTERPRET is set, and Triton's interpreter truncates bfloat16, which GPUs round: "
+            "run `pytest tests/interpreter/test_fuzz.py`, which corrects that"
+        )
     if not 0 < parsed.minutes < float("inf"):
         raise ValueError(f"--minutes is {parsed.minutes}, but must be more than 0")
     for name, number in (("cases", parsed.cases), ("jobs", parsed.jobs)):

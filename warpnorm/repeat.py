@@ -136,10 +136,9 @@ def _described(
     if described is None:
         return None
     place = _place(launch, input.device)
-    scratch = _scratch_at(place, launch, input)
-    if place not in _scratch:  # so large that it is not kept
+    if not _is_kept(place, launch):
         return None
-    return tuple(outputs), is_tuple, scratch, _rows(launch), described
+    return tuple(outputs), is_tuple, _scratch_at(place, launch, input), _rows(launch), described
 
 
 def _place(launch: Any, device: torch.device) -> tuple[Any, ...]:
@@ -156,11 +155,15 @@ def _scratch_at(place: tuple[Any, ...], launch: Any, like: torch.Tensor) -> tupl
     """Where statistics go that nobody reads."""
     scratch = _scratch.get(place)
     if scratch is None:
-        scratch = launch.empty_statistics(like.device, place[1])
-        is_kept = sum(s.nbytes for s in scratch) <= LARGEST_SCRATCH
+        is_kept = _is_kept(place, launch)
+        scratch = launch.empty_statistics(like.device, place[1] if is_kept else None)
         if is_kept and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
             _scratch[place] = scratch
     return scratch
+
+
+def _is_kept(place: tuple[Any, ...], launch: Any) -> bool:
+    return place[1] * place[2].itemsize * len(launch.problem.norm.statistics) <= LARGEST_SCRATCH
 
 
 def prepare_launcher() -> str:

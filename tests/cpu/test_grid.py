@@ -1,9 +1,16 @@
 """How many programs run, and what they divide by."""
 
 import hypothesis.strategies as st
+import pytest
+import torch
 from hypothesis import given, settings
 
-from warpnorm.plan import grid
+from warpnorm import pipeline
+from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
+from warpnorm.plan import choose, grid
+from warpnorm.plan.device import KNOWN
+from warpnorm.problem import COLUMN, FULL, Call, View
+from warpnorm.reference import Affine, Itself
 
 examples = settings(max_examples=2000, deadline=None, database=None, derandomize=True)
 
@@ -17,3 +24,29 @@ def test_reciprocals_divide(number: int, divisor: int) -> None:
     multiple = number // divisor * divisor
     for near in {max(multiple - 1, 0), multiple, min(multiple + 1, 2**31 - 1)}:
         assert ((2 * near * factor) >> 32) >> shift == near // divisor
+
+
+@pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", [1, 2, 3, 16, 100, 512, 513, 4096, 65_536, 1 << 20])
+def test_every_number_of_rows_has_programs(cols: int, norm: Norm) -> None:
+    """As many rows as a GPU has memory for, in no more programs than a launch takes, and numbers of 64 bits."""
+    rows = (1 << 36) // cols + 5
+    call = Call(norm, 1, 1e-5, Itself(), Affine(True, False), (FULL, COLUMN), (torch.float16,))
+    full, column = View((rows, cols), (cols, 1), torch.float16, True), View((cols,), (1,), torch.float32, True)
+    forward, space = pipeline.forward_problem(call, (full, column, full))
+    backward, of_backward = pipeline.backward_problem(call, (full, column, full), (0,), (0, 1))
+    assert forward.has_long_numbers
+    assert backward.has_long_numbers
+    for device in KNOWN.values():
+        plan = choose.forward(forward, device)
+        programs = grid.forward(plan, space)
+        assert 0 < programs[0] < 2**31
+        assert 0 < programs[1] < 2**16
+        assert plan.programs or programs[0] * plan.block_rows >= rows
+        plan = choose.backward(backward, device)
+        programs = grid.backward(plan, of_backward)
+        assert 0 < programs[0] < 2**31
+        assert 0 < programs[1] < 2**16
+        sums = [grid.gradient_sum(plan, of_backward, backward, i) for i in backward.reduced]
+        assert [s.width for s in sums] == [cols]
+        assert sums[0].height <= min(rows, max(plan.programs, 1))

@@ -6,6 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+from warpnorm import pipeline
+from warpnorm.norms import LAYER_NORM
+from warpnorm.plan import choose, grid
+from warpnorm.plan.device import KNOWN
+from warpnorm.problem import COLUMN, FULL, Call, View
+from warpnorm.reference import Affine, Itself
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200.json"
 ALONE = ("rms_norm", "layer_norm", "batch_norm", "group_norm", "instance_norm")
@@ -37,3 +45,21 @@ def test_no_more_than_eager_but_for_sums(is_fused: bool) -> None:
 def test_a_fused_function_mostly_needs_much_less() -> None:
     ratios = sorted(ours / eager for record, ours, eager in beside_eager() if record["norm"] not in ALONE)
     assert ratios[len(ratios) // 2] < 0.9
+
+
+WIDTHS = (64, 256, 512, 760, 1023, 1024, 4095, 4096, 5120, 8191, 8192, 16_384, 50_257, 65_536, 262_144)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_sums_are_no_more_than_is_said(cols: int, dtype: torch.dtype) -> None:
+    """In docs/how_it_works.md, of layer_norm on an H200."""
+    call = Call(LAYER_NORM, 1, 1e-5, Itself(), Affine(True, True), (FULL, COLUMN, COLUMN), (dtype,))
+    for rows in (1, 16, 64, 128, 129, 500, 2048, 10_000, 1_000_000):
+        full, column = View((rows, cols), (cols, 1), dtype, True), View((cols,), (1,), dtype, True)
+        problem, space = pipeline.backward_problem(call, (full, column, column, full), (0,), (0, 1, 2))
+        plan = choose.backward(problem, KNOWN["sm_90"])
+        sums = [grid.gradient_sum(plan, space, problem, i) for i in problem.reduced]
+        size = 0 if grid.sum_programs(plan, space, problem) else 4 * sum(s.numel for s in sums)
+        assert size <= min(8 * rows * cols, 11_000_000)
+        assert (size == 0) == (cols <= 4096 and rows <= 64) or 64 < rows <= 128

@@ -5,10 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from selection import select_sanitized
 from warpnorm import settings
 
 if settings.is_interpreting() or not torch.cuda.is_available():
     collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select_sanitized(config, items, "gpu")
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import warpnorm
+from kernel_contracts.limits import BATCHES, Batch, check_batch, check_one_column
 from kernel_contracts.running import NORMS, check_accuracy, operands_for, ours, run
 from warpnorm.norms import LAYER_NORM, Norm
 
@@ -89,14 +90,10 @@ def test_more_than_two_to_the_31_elements(rows: int, cols: int, norm: Norm, devi
 
 
 @pytest.mark.unpoisoned
-def test_two_to_the_31_rows_of_one_column(device: str) -> None:
-    rows = (1 << 31) + 5
-    input = torch.empty(rows, 1, dtype=torch.float16, device=device).normal_()
-    output = warpnorm.rms_norm(input, (1,), 2.0)
-    for start in (0, rows // 2, rows - 4):
-        expected = torch.nn.functional.rms_norm(input[start : start + 4].double(), (1,)) * 2
-        torch.testing.assert_close(output[start : start + 4].double(), expected, atol=2e-3, rtol=2e-3)
-    assert not output[::65_537].isnan().any()
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_two_to_the_31_rows_of_one_column(norm: Norm, device: str) -> None:
+    """Every row, both ways, with an eps by which a lone column has a gradient."""
+    check_one_column(norm, (1 << 31) + 5, device)
 
 
 @pytest.mark.unpoisoned
@@ -110,6 +107,12 @@ def test_one_row_past_two_to_the_31_columns(device: str) -> None:
     for start in (0, (1 << 31) - 4, cols - 8):
         expected = input[0, start : start + 8].double() * exact
         torch.testing.assert_close(output[0, start : start + 8].double(), expected, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
+def test_more_than_two_to_the_31_elements_by_channel(batch: Batch, device: str) -> None:
+    check_batch(batch, device)
 
 
 def test_other_streams_and_current_device(device: str) -> None:

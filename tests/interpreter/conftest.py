@@ -60,6 +60,23 @@ def round_to_nearest() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def comparisons_are_booleans() -> None:
+    """The interpreter says of a comparison that it has the dtype of what is compared, which it becomes where one of scalars
+    is spread over a tile; the compiler says int1."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    original = builder.binary_op
+
+    def binary_op(self, lhs, rhs, op):  # type: ignore[no-untyped-def]
+        found = original(self, lhs, rhs, op)
+        return interpreter.TensorHandle(found.data, tl.int1) if found.data.dtype == np.bool_ else found
+
+    builder.binary_op = binary_op
+
+
+@pytest.fixture(autouse=True, scope="session")
 def mathematical_library() -> None:
     """The interpreter has no mathematical library; the compiled kernels' is tested on a GPU."""
     from interpreter.library import provide_library

@@ -336,6 +336,27 @@ def test_fused_results_of_which_some_have_a_gradient(used: tuple[int, ...], devi
     )
 
 
+LIMITS = {
+    "clamp": lambda x, s: x.sin() * s.clamp(-1.0, 0.75),
+    "maximum": lambda x, s: torch.maximum(x, s) + torch.minimum(s, x),
+    "where": lambda x, s: torch.where((s > 0.5) | (x < s), x, s),
+}
+
+
+@pytest.mark.parametrize("number", [0.5, 2.0])
+@pytest.mark.parametrize("name", LIMITS)
+def test_fused_limits_of_a_lone_value(name: str, number: float, device: str) -> None:
+    """Compared as a scalar, and then beside the elements of a tile."""
+
+    def function(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return LIMITS[name](rms(x), s)
+
+    def make(seed: int) -> list[torch.Tensor]:
+        return [drawn((3, COLS), seed, torch.float32, device), torch.tensor(number, device=device)]
+
+    check_fused(warpnorm.fuse(function), function, make)
+
+
 def test_fused_reshape_of_any_strides(device: str) -> None:
     """A copy where there is no such view, as of PyTorch."""
     fused = warpnorm.fuse(lambda x: rms(x.reshape(-1, x.shape[-1]) * 2.0))

@@ -234,6 +234,21 @@ def test_many_batches_share_few_places(device: str) -> None:
     assert len(repeat._scratch) == 6
 
 
+def test_large_statistics_take_no_more_than_their_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the next power of two: of 2^31 + 5 rows these would be 2^32 statistics that nobody reads."""
+    monkeypatch.setattr(repeat, "LARGEST_SCRATCH", 32)
+    x, w, b = operands(5, device)
+    for _ in range(3):
+        torch.testing.assert_close(warpnorm.layer_norm(x, COLS, w, b), F.layer_norm(x, (COLS,), w, b))
+    (seen,) = repeat._seen.values()
+    taken = repeat._scratch_at(seen.place, seen.launch, x)
+    assert [len(statistic) for statistic in taken] == [5, 5]
+    assert repeat._scratch == {}
+    monkeypatch.setattr(repeat, "LARGEST_SCRATCH", 64)
+    assert [len(statistic) for statistic in repeat._scratch_at(seen.place, seen.launch, x)] == [8, 8]
+    assert len(repeat._scratch) == 1
+
+
 def test_many_gradients_at_once(device: str) -> None:
     given = [o.requires_grad_() for o in operands(6, device)]
     grads = torch.randn(4, 6, COLS, device=device)

@@ -49,21 +49,28 @@ TYPES = {
 COMPUTE = {torch.float64: tl.float64, torch.float32: tl.float32}
 MERGED = 512  # elements of a block of rows and their pieces, at the most: others need the registers
 ALIGNED = VECTOR_BYTES  # PyTorch's allocators align what we allocate ourselves
+LARGEST_CACHE = 4096  # kernels of a kind; then the oldest goes, but for launches that have it
 
 _lock = Lock()
+_unbuilt = object()  # what was built may be nothing
 
 
 def _once(build: Callable[..., Any]) -> Callable[..., Any]:
     """Each kernel is compiled once, also when two threads ask for it at the same time."""
-    built: dict[tuple[Any, ...], BoundKernel | None] = {}
+    built: dict[tuple[Any, ...], Any] = {}
 
     @wraps(build)
     def get(*key: Any) -> BoundKernel | None:
-        if key not in built:
+        found = built.get(key, _unbuilt)
+        if found is _unbuilt:
             with _lock:
-                if key not in built:
-                    built[key] = build(*key)
-        return built[key]
+                found = built.get(key, _unbuilt)
+                if found is _unbuilt:
+                    found = build(*key)
+                    while len(built) >= LARGEST_CACHE:
+                        del built[next(iter(built))]
+                    built[key] = found
+        return found
 
     get.built = built  # type: ignore[attr-defined]
     return get

@@ -9,6 +9,7 @@ from types import ModuleType
 from warpnorm import folder
 from warpnorm.locks import Lock
 
+LARGEST_CACHE = 4096  # then the oldest goes; kernels have their functions, and what is asked for again is loaded again
 _modules: dict[str, ModuleType] = {}
 _lock = Lock()
 
@@ -17,6 +18,9 @@ def load(source: str) -> ModuleType:
     with _lock:
         module = _modules.get(source)
         if module is None:
+            while len(_modules) >= LARGEST_CACHE:
+                oldest = _modules.pop(next(iter(_modules)))
+                linecache.cache.pop(str(oldest.__file__), None)
             module = _modules[source] = _import(source, _write(source))
         return module
 

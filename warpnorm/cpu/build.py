@@ -1,6 +1,7 @@
 """C becomes a library. It is named by its text, the compiler, the flags and the processor, so that a cache on a shared disk
 hands nobody code for another processor; written in one step, for the user alone."""
 
+import _ctypes
 import ctypes
 import hashlib
 import os
@@ -8,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ VECTOR_MATH, VECTOR_LIBRARY, VECTOR_SINCE = "-DVECTOR_MATH", "-lmvec", (2, 35)
 HERE = Path(__file__).parent
 ROOM = 1 << 20  # bytes, more than a library has
 
-_libraries: dict[str, ctypes.CDLL] = {}
+# Those that somebody still has: a function whose constants change with every call would otherwise fill the memory
+_libraries: weakref.WeakValueDictionary[str, ctypes.CDLL] = weakref.WeakValueDictionary()
 _lock = Lock()
 
 
@@ -79,11 +82,28 @@ def pool() -> Any:
 
 
 def load(source: str) -> ctypes.CDLL:
+    """The library stays as long as it, or one of its functions, is referred to."""
     with _lock:
         library = _libraries.get(source)
         if library is None:
             library = _libraries[source] = _load(source)
+            weakref.finalize(library, _ctypes.dlclose, library._handle).atexit = False
         return library
+
+
+class Address(int):
+    """Of a function, whose library stays as long as this does."""
+
+    function: Any
+
+    @staticmethod
+    def of(source: str, name: str) -> "Address":
+        function = getattr(load(source), name)
+        value = ctypes.cast(function, ctypes.c_void_p).value
+        assert value is not None
+        address = Address(value)
+        address.function = function
+        return address
 
 
 def _load(source: str) -> ctypes.CDLL:

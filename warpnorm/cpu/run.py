@@ -21,12 +21,7 @@ PART = 1 << 15
 NO_FACTORS = (0.0, 0.0, 0.0)
 
 
-@lru_cache(maxsize=1024)
-def _function(text: str, name: str) -> int:
-    function = getattr(build.load(text), name)
-    address = ctypes.cast(function, ctypes.c_void_p).value
-    assert address is not None
-    return address
+_function = lru_cache(maxsize=1024)(build.Address.of)
 
 
 def text_of(problem: ForwardProblem | BackwardProblem) -> str:

@@ -94,6 +94,9 @@ def empty_statistics(
     return tuple(storage[i * stride : i * stride + rows] for i in range(len(names)))
 
 
+# Streams and teams of other sizes are few, or come one after another. A launch that still waits on its stream has what is
+# dropped: memory of a stream is given to later work of the same stream alone
+MOST_MAILBOXES = 256
 _mailboxes: dict[Any, torch.Tensor] = {}
 # Cleared words for the mailboxes of graphs: 1 MB at a time, 16 at the most. They are never given back, since graphs do not
 # say when they are gone
@@ -119,6 +122,8 @@ def team_mailbox(teams: int, splits: int, length: int, device: torch.device) -> 
     key = (device, stream, splits, length, words)
     box = _mailboxes.get(key)
     if box is None:
+        if len(_mailboxes) >= MOST_MAILBOXES:
+            _mailboxes.clear()
         box = _mailboxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
     return box
 

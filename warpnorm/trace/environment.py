@@ -8,7 +8,7 @@ import sys
 import types
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import cache, cached_property, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -64,6 +64,7 @@ class Reads:
 
     code: CodeType
     roots: tuple[tuple[str, str, tuple[Use, ...]], ...]
+    modules: dict[str, ModuleType] = field(default_factory=dict)  # trusted ones that were seen under a name
 
 
 class _UnkeyableError(Exception):
@@ -82,7 +83,7 @@ SLOTS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(Envir
 # Values that are their own key, whatever is read from them; by id, for not every value has a hash.
 _fixed: dict[int, Any] = {id(v): v for k, v in _BUILTINS.items() if callable(v) and k not in UNSEEN}
 _fixed[id(_Nothing)] = _Nothing
-_modules: dict[tuple[int, str], ModuleType] = {}  # trusted ones, by the code that reads them under a name
+LARGEST_CACHE = 4096  # code objects: whoever makes functions of texts may make any number
 _reads: tuple[dict[int, Reads], dict[int, Reads]] = ({}, {})  # without and with `self`; by the id of the code they hold
 
 
@@ -134,6 +135,8 @@ def _analyse(code: CodeType, is_method: bool) -> Reads:
     for where, name, use in _loads(code, code, frozenset(code.co_freevars), own):
         found.setdefault((where, name), {})[use] = None
     reads = Reads(code, tuple((where, name, tuple(uses)) for (where, name), uses in found.items()))
+    if len(_reads[is_method]) >= LARGEST_CACHE:
+        _reads[is_method].clear()  # keys that hold what was there fit no more, and nothing is wrong
     return _reads[is_method].setdefault(id(code), reads)
 
 
@@ -227,11 +230,11 @@ class _Reader:
             else:
                 value = _content(closure[code.co_freevars.index("__class__" if where == "super" else name)])
                 value = super(value, owner) if where == "super" else value
-            is_known = id(value) in _fixed or _modules.get((id(code), name)) is value
-            parts.append(value if is_known else self.uses(code, name, value, uses))
+            is_known = id(value) in _fixed or reads.modules.get(name) is value
+            parts.append(value if is_known else self.uses(reads, name, value, uses))
         if function.__defaults__ or function.__kwdefaults__ or function.__dict__:
             for name in ("__defaults__", "__kwdefaults__", "__dict__"):
-                parts.append(self.uses(code, f"{code.co_name}.{name}", getattr(function, name), (Use(),)))
+                parts.append(self.uses(reads, f"{code.co_name}.{name}", getattr(function, name), (Use(),)))
         return tuple(parts)
 
     def trusted_function(self, function: FunctionType, owner: Any) -> Hashable:
@@ -243,14 +246,15 @@ class _Reader:
         keys = [self.key(value) for value in inner if isinstance(value, (FunctionType, MethodType, nn.Module))]
         return function, tuple(keys), self.key(owner)
 
-    def uses(self, code: CodeType, name: str, value: Any, uses: Iterable[Use]) -> Hashable:
+    def uses(self, reads: Reads, name: str, value: Any, uses: Iterable[Use]) -> Hashable:
+        code = reads.code
         if isinstance(value, ModuleType) and _trusted(value.__name__):
             for names, _ in uses:
                 path = f"{value.__name__}.{'.'.join(names)}"
                 if path.startswith(CHANGING):
                     what = f"reads `{'.'.join((name, *names))}`, which changes from call to call"
                     raise _refusal(code, f"{what}; read it outside, and pass it as an argument")
-            _modules[id(code), name] = value  # the code stays alive: `_reads` has it
+            reads.modules[name] = value
             return value
         keys = []
         for names, called in uses:

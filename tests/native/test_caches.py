@@ -1,0 +1,187 @@
+"""Every table that a process fills has an end; what leaves one is gone from memory, or still there for whoever has it."""
+
+import ast
+import ctypes
+import gc
+import linecache
+import os
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import warpnorm
+from warpnorm import pipeline, settings
+from warpnorm.cpu import build, run
+from warpnorm.launch import forward
+from warpnorm.trace import environment
+
+numbers = count()
+
+
+def source() -> tuple[str, int]:
+    """C that nobody has built, and what it answers."""
+    answer = os.getpid() % 1000 * 1000 + next(numbers)
+    return f"int answer(void) {{ return {answer}; }}", answer
+
+
+def mapped() -> int:
+    """Libraries of ours in the memory of this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return len({line.split()[-1] for line in lines if "/native_" in line})
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the memory of a process is read from /proc")
+def test_libraries_that_nobody_has_are_closed() -> None:
+    gc.collect()
+    before, known = mapped(), len(build._libraries)
+    kept, answer = source()
+    address = build.Address.of(kept, "answer")
+    for _ in range(5):
+        text, number = source()
+        assert build.load(text).answer() == number
+    gc.collect()
+    assert mapped() == before + 1
+    assert len(build._libraries) == known + 1
+    assert ctypes.CFUNCTYPE(ctypes.c_int)(address)() == answer
+    del address
+    gc.collect()
+    assert mapped() == before
+    assert build.load(kept).answer() == answer, "and again"
+
+
+def test_a_launch_keeps_its_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else forgets it: the call would end the process."""
+    x, scale = torch.randn(4, 1100), 1.5 + os.getpid() * 1e-9
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x * scale, (1100,))
+
+    launches = []
+    prepare = pipeline.prepare_forward
+    monkeypatch.setattr(pipeline, "prepare_forward", lambda *args: launches.append(prepare(*args)) or launches[-1])
+    with settings.override(launcher="python"):  # the compiled one keeps what it was told of
+        expected = warpnorm.fuse(function)(x)
+    launch = launches[0]
+    prepare.cache_clear()
+    run._function.cache_clear()
+    gc.collect()
+    output = torch.empty_like(x)
+    launch([x], [output])
+    assert output.equal(expected)
+    before = len(build._libraries)
+    launches.clear()
+    del launch
+    gc.collect()
+    assert len(build._libraries) == before - 1, "and who has no launch has no library"
+
+
+def test_functions_made_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A code object each, that nothing would ever leave."""
+    monkeypatch.setattr(environment, "LARGEST_CACHE", 8)
+    for known in environment._reads:
+        known.clear()
+    x = torch.randn(3, 70)
+    for k in range(20):
+        made: dict[str, Any] = {"F": F, "torch": torch, "scale": k + 1.0}
+        exec("def function(x):\n    return F.rms_norm(torch.sin(x) * scale, x.shape[-1:])", made)
+        torch.testing.assert_close(warpnorm.fuse(made["function"])(x), made["function"](x))
+        exec("def function(x):\n    return F.rms_norm(x * torch.get_rng_state()[0], x.shape[-1:])", made)
+        with pytest.raises(warpnorm.FusionError, match="changes from call to call"):
+            warpnorm.fuse(made["function"])(x)
+        assert len(environment._reads[False]) <= 8
+
+
+def test_generated_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = pytest.importorskip("warpnorm.codegen.cache")
+    monkeypatch.setattr(cache, "LARGEST_CACHE", 4)
+    monkeypatch.setattr(cache, "_modules", {})
+    modules = []
+    for k in range(10):
+        modules.append(cache.load(f"def answer():\n    return {k} + {os.getpid()}\n"))
+        assert len(cache._modules) <= 4
+    assert [str(m.__file__) in linecache.cache for m in modules] == [False] * 6 + [True] * 4
+    assert [m.answer() - os.getpid() for m in modules] == list(range(10)), "who has a module keeps it"
+    assert cache.load(f"def answer():\n    return 0 + {os.getpid()}\n").answer() == os.getpid(), "and again"
+
+
+def test_bound_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = pytest.importorskip("warpnorm.codegen.bind")
+    monkeypatch.setattr(bind, "LARGEST_CACHE", 3)
+    made: list[int] = []
+    build_once = bind._once(lambda k: made.append(k) or (None if k == 1 else object()))
+    kernels = [build_once(k) for k in range(5)]
+    assert len(build_once.built) == 3
+    assert [build_once(k) for k in (2, 3, 4)] == kernels[2:]
+    assert made == list(range(5)), "what is there is not built again, even if it is nothing"
+    build_once(1)
+    assert build_once(1) is None
+    assert made == [*range(5), 1]
+
+
+def test_mailboxes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for every stream and kind of team, of which there may be any number in time."""
+    device = torch.device("cpu")
+    monkeypatch.setattr(forward, "_mailboxes", {})
+    monkeypatch.setattr(forward, "_left", {device: forward.STOCK})
+    monkeypatch.setattr(forward, "MOST_MAILBOXES", 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for k in range(10):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, k=k: SimpleNamespace(cuda_stream=k))
+        box = forward.team_mailbox(2, 3, 1, device)
+        assert not box.any()
+        box.fill_(k + 1)  # numbers of messages go on from launch to launch
+        assert forward.team_mailbox(2, 3, 1, device) is box
+        assert len(forward._mailboxes) <= 4
+
+
+# What ends each table that begins empty: a test above or in test_memory_flat.py, or that few things are in it
+TABLES = {
+    "warpnorm.codegen.cache._modules": "test_generated_modules",
+    "warpnorm.cpu.build._libraries": "test_libraries_that_nobody_has_are_closed",
+    "warpnorm.cpu.memory._kept": "WARPNORM_KEEP_MB",
+    "warpnorm.folder._told": "cache folders that were refused",
+    "warpnorm.integrate.patch._classes": "classes of modules",
+    "warpnorm.launch.forward._left": "devices",
+    "warpnorm.launch.forward._mailboxes": "test_mailboxes",
+    "warpnorm.launch.forward._stock": "MOST_STOCKS",
+    "warpnorm.library._seen": "LARGEST_CACHE",
+    "warpnorm.locks._all": "locks that somebody has",
+    "warpnorm.parallel.exchange._tallies": "blocks that are open",
+    "warpnorm.plan.device._without_teams": "devices",
+    "warpnorm.repeat._offered": "test_more_shapes_than_a_cache_takes",
+    "warpnorm.repeat._scratch": "powers of two up to LARGEST_SCRATCH",
+    "warpnorm.repeat._seen": "test_more_shapes_than_a_cache_takes",
+    "warpnorm.settings._known": "settings that a program has had",
+    "warpnorm.trace.environment._reads": "test_functions_made_of_texts",
+}
+EMPTY = ("dict", "set", "list", "OrderedDict", "defaultdict", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary")
+
+
+def begins_empty(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Tuple):
+        return bool(value.elts) and all(map(begins_empty, value.elts))
+    if isinstance(value, ast.Call) and not value.args:
+        name = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
+        return name in EMPTY
+    return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
+
+
+def tables() -> list[str]:
+    home = Path(warpnorm.__file__).parent
+    found = []
+    for path in home.rglob("*.py"):
+        module = ".".join(("warpnorm", *path.relative_to(home).with_suffix("").parts))
+        for line in ast.parse(path.read_text()).body:
+            if isinstance(line, (ast.Assign, ast.AnnAssign)) and begins_empty(line.value):
+                target = line.targets[0] if isinstance(line, ast.Assign) else line.target
+                found.append(f"{module}.{getattr(target, 'id', '?')}")
+    return sorted(found)
+
+
+def test_every_table_of_the_package_has_an_end() -> None:
+    assert tables() == sorted(TABLES), "one that is new needs an end, and a test of it"

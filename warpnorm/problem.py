@@ -294,8 +294,8 @@ class Problem:
 
     @property
     def has_low(self) -> bool:
-        """Whether the mean of a piece of a row is told in two parts: float32 has the values' own digits, and no more."""
-        return self.has_long_mantissas and self.compute == torch.float32
+        """Whether the mean of a piece of a row is told in two parts: one has the values' own digits, and no more."""
+        return self.has_long_mantissas
 
     @property
     def has_vectors(self) -> bool:

@@ -253,8 +253,8 @@ def describe_lines(
 
 
 def _is_odd(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Whether images that fill the memory of their samples, several of these, do not begin at whole vectors. Not those of
-    float64: the means of many small pieces, far from zero, have no second part there."""
+    """Whether images that fill the memory of their samples, several of these, do not begin at whole vectors. Those of
+    float64 nobody has measured."""
     own = [d for d in range(1, len(sizes)) if sizes[d] != 1]
     positions = prod(sizes[2:])
     if sizes[0] == 1 or len(own) < 2 or positions > LARGEST_ODD:

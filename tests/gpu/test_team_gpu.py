@@ -8,8 +8,17 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from kernel_contracts.running import NORMS, call_for, check_accuracy, gradient_for, operands_for, ours, run_planned
-from warpnorm import pipeline
+from kernel_contracts.running import (
+    NORMS,
+    call_for,
+    check_accuracy,
+    gradient_for,
+    operands_for,
+    ours,
+    run,
+    run_planned,
+)
+from warpnorm import pipeline, settings
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan.plan import TEAM, Plan
 from warpnorm.problem import View
@@ -36,6 +45,18 @@ def test_every_team(plan: Plan, norm: Norm, rows: int, cols: int, device: str) -
         return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(device)
 
     check_accuracy(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, plan, plan))
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_no_rows(norm: Norm, device: str) -> None:
+    """A team begins with a row, and there is none: sums over rows are zero."""
+    for cols, dtype in ((32768, torch.bfloat16), (65536, torch.float32), (24576, torch.bfloat16)):
+        operands = operands_for(norm, torch.empty(0, cols, device=device, dtype=dtype), 1)
+        with settings.override(route="kernels"):
+            found = run(ours, norm, 1, operands, gradient_for(operands[0]))
+        torch.cuda.synchronize()
+        assert found.output.shape == (0, cols)
+        assert all(not gradient.count_nonzero() for gradient in found.gradients)
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)

@@ -3,10 +3,13 @@ channel_contract.py, beside the layouts."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import warpnorm
 from cpu.channel_truth import Arguments
 from kernel_contracts import channel_running
 from kernel_contracts.channel_running import BATCH, GROUPS, INSTANCE, Layout, Mode, arguments, random
@@ -87,6 +90,40 @@ SMALL_PIECES = (
     Layout("odd_images", (64, 8, 7, 7), why="64 values of each position, as memory runs across them"),
     Layout("many_positions", (9, 4, 31, 33), why="9 values of each, and more pieces than are merged at once"),
 )
+
+
+def test_means_that_are_small_beside_deviations(device: str) -> None:
+    """A mean that is a result itself, of rows that lie in one piece: it is rounded, so is that of the samples, and so is the
+    average of both."""
+    errors = []
+    for seed in range(3):
+        x = (random((5, 24, 512), torch.float64, "cpu", seed) * 6e3).float()[..., ::2]
+        running = torch.zeros(2, 24, device=device)
+        warpnorm.instance_norm(x.to(device), running[0], running[1], use_input_stats=True, momentum=1.0)
+        truth = x.double().mean((0, 2))
+        errors.append(((running[0].cpu().double() - truth).norm() / truth.norm()).item())
+    assert max(errors) <= 3 * torch.finfo(torch.float32).eps / 2
+
+
+@pytest.mark.parametrize("layout", SMALL_PIECES, ids=str)
+def test_pieces_of_float64(layout: Layout, device: str) -> None:
+    """The same where no dtype has more digits: held against fractions, which lose none."""
+    ours, theirs = [], []
+    for seed in range(3):
+        whole = random(layout.shape, torch.float64, "cpu", seed) * 0.1 + 1e4
+        input = layout.view(whole)
+        of_channel = input.transpose(0, 1).flatten(1)
+        exact = []
+        for values in of_channel.tolist():
+            mean = sum(map(Fraction, values)) / len(values)
+            exact.append(float(sum((Fraction(value) - mean) ** 2 for value in values) / (len(values) - 1)))
+        truth = torch.tensor(exact, dtype=torch.float64)
+        for found, where, norm in ((ours, device, warpnorm.batch_norm), (theirs, "cpu", F.batch_norm)):
+            x = layout.view(whole.to(where))
+            running = torch.zeros(2, x.shape[1], dtype=torch.float64, device=where)
+            norm(x, running[0], running[1], training=True, momentum=1.0)
+            found.append(((running[1].cpu() - truth) / truth).square().mean().sqrt().item())
+    assert max(ours) <= max(theirs) + torch.finfo(torch.float64).eps
 
 
 @pytest.mark.parametrize(("mean", "deviation"), [(1e3, 0.1), (1e4, 0.1), (1e4, 1e-3)])

@@ -10,6 +10,7 @@ from warpnorm.kernels.statistics import (
     mean_of,
     merge_lanes,
     reciprocal_sqrt,
+    rounded_off,
     store_statistics,
 )
 from warpnorm.kernels.tasks import part_of
@@ -66,15 +67,19 @@ def items_of(
 def receive_lines(
     piece_ptrs, offsets, mask, COMPUTE: tl.constexpr, WAITS: tl.constexpr, HAS_LOW: tl.constexpr
 ):  # fmt: skip
-    """(mean, M2) of lines; with HAS_LOW the mean in float64, from its two parts."""
+    """(mean, M2) of lines, and what the mean is rounded off by; with HAS_LOW that of float32 is one number in float64."""
     words = ask(piece_ptrs, offsets, mask, WAITS)
     if HAS_LOW:
         word = ask_one(piece_ptrs[2] + offsets, mask, WAITS)
         mean, squares = receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
         low = receive_one(word, piece_ptrs[2] + offsets, mask, COMPUTE, WAITS)
-        return mean.to(tl.float64) + low.to(tl.float64), squares
+        if COMPUTE == tl.float64:
+            return mean, squares, low
+        else:
+            return mean.to(tl.float64) + low.to(tl.float64), squares, 0.0
     else:
-        return receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
+        mean, squares = receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
+        return mean, squares, 0.0
 
 
 @triton.jit
@@ -84,16 +89,19 @@ def merged_statistics(
     MERGE_COLS: tl.constexpr, HAS_LOW: tl.constexpr, IS_WALKED: tl.constexpr, IS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Of rows of a unit, from those of their pieces. Where these are more than one block of lanes (not IS_ONE), lanes merge
-    one after another by Chan's formula. Then the lanes are merged. Means in two parts (HAS_LOW) stay in float64."""
+    one after another by Chan's formula. Then the lanes are merged. Means in two parts (HAS_LOW) stay in float64, those of
+    float64 in two parts."""
+    IS_PAIR: tl.constexpr = HAS_LOW and COMPUTE == tl.float64
     if IS_ONE:
         offsets, mask, widths = items_of(
             unit, rows, row_mask, 0, first_tasks, layout, cols,
             HAS_PIECES, BLOCK_ROWS, MERGE_COLS, IS_WALKED,
         )  # fmt: skip
         total = widths.to(COMPUTE)
-        mean, squares = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
+        mean, squares, low = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
     else:
         mean = tl.zeros((rows.shape[0], MERGE_COLS), tl.float64 if HAS_LOW else COMPUTE)
+        low = tl.zeros_like(mean)
         squares = tl.zeros((rows.shape[0], MERGE_COLS), COMPUTE)
         total = tl.zeros((1, MERGE_COLS), COMPUTE)
         for first in tl.range(0, first_tasks[0] // layout[5] * layout[6], MERGE_COLS):
@@ -104,14 +112,25 @@ def merged_statistics(
             count = widths.to(COMPUTE)
             total += count
             ratio = tl.where(count > 0, mean_of(count, tl.where(count > 0, total, 1.0)), 0.0)
-            their_mean, their_squares = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
+            their_mean, their_squares, their_low = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
             away = their_mean - mean
+            if IS_PAIR:
+                away += their_low - low
             delta = away.to(COMPUTE)
             squares += their_squares + tl.where(mask, delta * delta * ((total - count) * ratio), 0.0)
-            mean += tl.where(mask, away * ratio, 0.0)
+            move = tl.where(mask, away * ratio, 0.0)
+            moved = mean + move
+            if IS_PAIR:
+                low += rounded_off(mean, move, moved)
+            mean = moved
     count_of_row = cols.to(tl.int64) * layout[6]
     if COMPUTE == tl.float64:
-        merged, merged_squares = merge_lanes((mean, squares), total, count_of_row, True)
+        if IS_PAIR:
+            around = mean_of(tl.sum(total * mean, 1), count_of_row)
+            merged, merged_squares = merge_lanes(((mean - around[:, None]) + low, squares), total, count_of_row, True)
+            merged += around
+        else:
+            merged, merged_squares = merge_lanes((mean, squares), total, count_of_row, True)
         variance = mean_of(merged_squares, count_of_row)
         return merged, reciprocal_sqrt(variance + eps), variance
     # There may be many lanes, each of few values, whose means are larger than the mean of all

@@ -44,7 +44,7 @@ def forward_tile(
         if RECOMPUTES:
             values = hold_row(values, HOLD, CHUNKS)
             row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
-        statistics = centered_statistics(row, mean, places, cols, eps, IS_CORRECTED, CHUNKS, IS_EXACT)
+        statistics = centered_statistics(row, mean, places, cols, eps, IS_CORRECTED, CHUNKS, IS_EXACT, KEEPS_VARIANCE)
     else:
         statistics = (reciprocal_sqrt(mean + eps),)
     store_statistics(statistic_ptrs, statistics, row_offsets, row_mask, IS_CENTERED, KEEPS_VARIANCE)

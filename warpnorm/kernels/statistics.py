@@ -35,12 +35,25 @@ def mean_of(total, count, COUNT: tl.constexpr = 0):
 
 
 @triton.jit
-def mean_and_rstd(mean, deviation, squares, cols, eps, IS_CORRECTED: tl.constexpr, COLS: tl.constexpr = 0):
+def mean_and_rstd(
+    mean,
+    deviation,
+    squares,
+    cols,
+    eps,
+    IS_CORRECTED: tl.constexpr,
+    COLS: tl.constexpr = 0,
+    IS_WIDE: tl.constexpr = False,
+):
     """From deviations from the mean, weighted by their count, and their squares. The mean is rounded, and the mean of
-    the deviations is what it is off by: without it a row of equal values would not give zeros."""
+    the deviations is what it is off by: without it a row of equal values would not give zeros. IS_WIDE: that of a mean that
+    is a result itself, and may be small beside the deviations, is taken in float64."""
     variance = mean_of(tl.sum(squares, 1), cols, COLS)
     if IS_CORRECTED:
-        shift = mean_of(tl.sum(deviation, 1), cols, COLS)
+        if IS_WIDE:
+            shift = (wide_sum(deviation) / cols).to(mean.dtype)
+        else:
+            shift = mean_of(tl.sum(deviation, 1), cols, COLS)
         mean += shift
         variance -= shift * shift
         variance = tl.where(variance < 0.0, 0.0, variance)  # unlike a maximum, this keeps NaN
@@ -79,11 +92,12 @@ def row_deviations(row, mean, places, CHUNKS: tl.constexpr):
 
 @triton.jit
 def centered_statistics(
-    row, mean, places, cols, eps, IS_CORRECTED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr
-):
+    row, mean, places, cols, eps, IS_CORRECTED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr,
+    IS_WIDE: tl.constexpr,
+):  # fmt: skip
     COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
     off, squares = row_deviations(row, mean, places, CHUNKS)
-    return mean_and_rstd(mean, off, squares, cols, eps, IS_CORRECTED, COLS)
+    return mean_and_rstd(mean, off, squares, cols, eps, IS_CORRECTED, COLS, IS_WIDE)
 
 
 @triton.jit
@@ -203,14 +217,22 @@ def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr, HAS_LOW: tl.constexp
     deviation = tl.where(mask, c - mean[:, None], 0.0)
     squares = tl.sum(deviation * deviation, 1)
     if IS_CORRECTED:
-        off = tl.sum(deviation, 1)
-        high, squares = corrected(mean, squares, off, cols)
         if HAS_LOW:
-            return high, squares, rounded_off(mean, mean_of(off, cols), high)
+            off = wide_sum(deviation)
+            high, squares = corrected(mean, squares, off.to(mean.dtype), cols)
+            return high, squares, ((mean.to(tl.float64) - high.to(tl.float64)) + off / cols).to(mean.dtype)
         else:
-            return high, squares
+            return corrected(mean, squares, tl.sum(deviation, 1), cols)
     else:
         return mean, squares
+
+
+@triton.jit
+def wide_sum(tile):
+    """In float64 but for the sums of four neighbours: these are a thread's own, and it takes long to widen a number."""
+    if tile.dtype == tl.float32 and tile.shape[1] >= 4:
+        tile = tl.sum(tl.reshape(tile, (tile.shape[0], tile.shape[1] // 4, 4)), 2)
+    return tl.sum(tile.to(tl.float64), 1)
 
 
 @triton.jit

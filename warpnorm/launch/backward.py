@@ -43,6 +43,10 @@ class BackwardLaunch:
         statistics = tuple(statistics)
         programs, sums = self.programs, self.sums
         totals = tuple(gradients[i] for i in problem.reduced)
+        if space.rows == 0:  # a team would begin with a row that is not there
+            for total in totals:
+                total.zero_()
+            return
         if self.are_few:
             partials = totals  # there are none
         else:

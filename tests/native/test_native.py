@@ -32,12 +32,12 @@ def test_other_row_counts_compile_nothing() -> None:
     function = warpnorm.fuse(fused)
     for rows in (7, 8):
         function(*operands(rows))
-    before = len(build._libraries)
+    before = set(build._libraries)
     for rows in (1, 2, 33, 100):
         function(*operands(rows))
-    assert len(build._libraries) == before
+    assert set(build._libraries) <= before
     function(*(t.double() for t in operands(7)))
-    assert len(build._libraries) == before + 1, "the count must see a library where there is a new one"
+    assert len(set(build._libraries) - before) == 1, "the count must see a library where there is a new one"
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 5])

@@ -115,14 +115,17 @@ def merged_statistics(
             their_mean, their_squares, their_low = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
             away = their_mean - mean
             if IS_PAIR:
-                away += their_low - low
+                is_first = mask & (total == count)  # of its lane, and keeps both parts
+                away = tl.where(is_first, 0.0, away + (their_low - low))
             delta = away.to(COMPUTE)
             squares += their_squares + tl.where(mask, delta * delta * ((total - count) * ratio), 0.0)
             move = tl.where(mask, away * ratio, 0.0)
             moved = mean + move
             if IS_PAIR:
-                low += rounded_off(mean, move, moved)
-            mean = moved
+                low = tl.where(is_first, their_low, low + rounded_off(mean, move, moved))
+                mean = tl.where(is_first, their_mean, moved)
+            else:
+                mean = moved
     count_of_row = cols.to(tl.int64) * layout[6]
     if COMPUTE == tl.float64:
         if IS_PAIR:

@@ -138,9 +138,10 @@ class SyncBatchNormReLU2d(torch.nn.BatchNorm2d):
     def _normalized(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
         is_averaged = not self.training or self.track_running_stats
         mean, variance = (self.running_mean, self.running_var) if is_averaged else (None, None)
-        return parallel.batch_norm(
-            x, mean, variance, self.weight, self.bias, self.training, momentum, self.eps, group=self.process_group
-        )
+        given = (x, mean, variance, self.weight, self.bias, self.training, momentum, self.eps)
+        if not self.training or parallel.exchange.world_size(self.process_group) == 1:  # a compiler may fuse it then
+            return F.batch_norm(*given)
+        return parallel.batch_norm(*given, group=self.process_group)
 
     @fuse
     def _alone(self, x: torch.Tensor, momentum: float) -> torch.Tensor:

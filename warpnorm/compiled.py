@@ -49,6 +49,9 @@ CUTS = frozenset(
         aten.unbind.int,
     )
 )  # fmt: skip
+SHARED: tuple[
+    Callable[..., Any], ...
+] = ()  # norms that exchange something, which no operator does; `parallel` has them
 on_shards: Callable[..., bool] | None = None  # whether an operator takes DTensors that are placed so; `parallel` says
 # Sizes that stand for symbols, in two ways, larger than any number that decides about a call and unlike all others
 INVENTED = ((1 << 17) + 1, (1 << 18) + 1)
@@ -84,6 +87,8 @@ class Tape(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in SHARED:  # its result is a tensor from elsewhere
+            return func(*args, **kwargs)
         given, named = args, kwargs
         if func in AVERAGING and self._is_averaging(func, args, kwargs):
             given, named = self._with_copies(args, kwargs)
@@ -132,7 +137,7 @@ class Writer:
             return SLICE, self.value(value.start), self.value(value.stop), self.value(value.step)
         if value is Ellipsis or isinstance(value, CONSTANTS):
             return value
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float, torch.SymInt)):  # which an export has as itself
             return self.number(value)
         self.is_known = False
         return None
@@ -206,9 +211,11 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
             results = [r if o is None else made[o] for r, o in zip(results, outputs, strict=True)]
             return pytree.tree_unflatten(results, tree)
         _say_small()
-    with torch.no_grad():
-        for buffer, copy in tape.averaged:
-            buffer.copy_(copy)
+    for (
+        buffer,
+        copy,
+    ) in tape.averaged:  # neither has a gradient; an export cannot take a part without results in no_grad
+        buffer.copy_(copy)
     return plain
 
 
@@ -301,6 +308,8 @@ class Lowered(NamedTuple):
 @settings.constant
 def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) -> tuple[Any, ...] | None:
     """What was written down as one call; nothing if it cannot be one. A compiler takes it for a constant."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
     kind = torch.device(leaves[0][3]).type
     autocast: Any = nullcontext()
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -310,7 +319,7 @@ def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) 
 
     def both() -> None:
         try:
-            with autocast, torch.set_grad_enabled(has_gradients):
+            with disable_proxy_modes_tracing(), autocast, torch.set_grad_enabled(has_gradients):
                 sizes = [[start + 2 * k for k in range(symbols)] for start in INVENTED]
                 first, second = (_lowered(steps, wanted, leaves, own) for own in sizes)
                 found.append(_agreed(first, second, sizes))
@@ -325,7 +334,8 @@ def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) 
         ) as error:
             _log.info("a fused function runs as it is under the compiler: %s: %s", type(error).__name__, error)
 
-    thread = threading.Thread(target=both, name="warpnorm-lower")  # the caller's modes are its own
+    # The caller's modes are its own, but for that of an export, which all threads see
+    thread = threading.Thread(target=both, name="warpnorm-lower")
     thread.start()
     thread.join()
     return None if not found or found[0] is None else tuple(found[0])

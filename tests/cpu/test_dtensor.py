@@ -206,6 +206,30 @@ def fully_sharded(rank: int, world: int) -> None:
         torch.testing.assert_close(parameter.full_tensor(), of_torch, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def mixed_precision(rank: int, world: int) -> None:
+    """A fused module that FSDP2 shards alone, and whose parameters and inputs it casts: as accurate as PyTorch's norm is."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, low = mesh_of(world), torch.bfloat16
+    norm = nn.AddRMSNorm(1280, eps=1e-6)
+    torch.nn.init.normal_(norm.weight)
+    weight = norm.weight.detach().clone()
+    fully_shard(norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32))
+    x, residual, grad = torch.randn(3, 4, 1280).to(low).float()  # the same on all ranks
+    y, h = norm(x, residual)
+    assert (y.dtype, h.dtype) == (low, low)
+    y.backward(grad.to(low))
+    found = [y, norm.weight.grad.full_tensor()]
+    expected = []
+    for dtype in (torch.float64, low):
+        leaf = weight.to(low).to(dtype).requires_grad_()
+        theirs = F.rms_norm((x.to(low) + residual.to(low)).to(dtype), (1280,), leaf, 1e-6)
+        theirs.backward(grad.to(dtype))
+        expected.append([theirs, leaf.grad])
+    for name, mine, true, torchs in zip(("output", "weight"), found, *expected, strict=True):
+        assert_no_further(name, mine.to(low), true, torchs)
+
+
 @warpnorm.fuse
 def add_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
     h = residual + F.silu(x)
@@ -385,7 +409,8 @@ def refused(rank: int, world: int) -> None:
 
 
 CHECKS = (
-    rows, hidden, by_channel, running, sequence_parallel, fully_sharded, operators, fused, fused_batch, refused, compiled,
+    rows, hidden, by_channel, running, sequence_parallel, fully_sharded, mixed_precision, operators, fused, fused_batch,
+    refused, compiled,
 )  # fmt: skip
 
 

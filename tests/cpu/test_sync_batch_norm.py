@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -363,14 +364,16 @@ def twice(rank: int, world: int) -> None:
 
 
 def compiled(rank: int, world: int) -> None:
-    """One graph, forward and backward, and the running statistics in it."""
-    for size in (5, 400 * (1 + rank)):  # so large, on one rank, that native code would run plain calls
-        _compiled(torch.randn(8, 3, 5, size))
+    """One graph, forward and backward, and the running statistics in it, also of fused forms and of a rank with nothing."""
+    for kind in (SyncBatchNorm, SyncBatchNormReLU2d):
+        for shape in ((8, 3, 5, 5), (8 * (rank == 0), 3, 5, 5)):
+            _compiled(kind, torch.randn(shape))
+    _compiled(SyncBatchNorm, torch.randn(8, 3, 5, 400 * (1 + rank)))  # where native code would run plain calls
 
 
-def _compiled(x: torch.Tensor) -> None:
+def _compiled(kind: Any, x: torch.Tensor) -> None:
     torch._dynamo.reset()
-    eager, traced = SyncBatchNorm(3), SyncBatchNorm(3)
+    eager, traced = kind(3), kind(3)
     graph = torch.compile(traced, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         inputs = [x.clone().requires_grad_() for _ in range(2)]

@@ -243,11 +243,14 @@ def twice(rank: int, world: int) -> None:
 
 
 def compiled(rank: int, world: int) -> None:
+    """One graph, which has the exchange in it, also where something is fused around it."""
     for norm in (parallel.LayerNorm(6 * world), parallel.LayerNorm(4096), parallel.RMSNorm(4096)):
         _compiled(norm, torch.randn(3, norm.normalized_shape[0]))
+    fused = warpnorm.fuse(lambda x: F.silu(parallel.rms_norm(x * 2, x.shape[-1:], eps=EPS)))
+    _compiled(fused, torch.randn(3, 2048))
 
 
-def _compiled(norm: torch.nn.Module, x: torch.Tensor) -> None:
+def _compiled(norm: Callable[..., torch.Tensor], x: torch.Tensor) -> None:
     leaves = [x.clone().requires_grad_() for _ in range(2)]
     graph = torch.compile(norm, backend="aot_eager", fullgraph=True)
     outputs = [function(leaf) for function, leaf in zip((norm, graph), leaves, strict=True)]

@@ -1,6 +1,7 @@
 """The functions and modules on DTensors: what is sharded stays sharded, no input is gathered, gradients of parameters are
 reduced once; with `SequenceParallel` and FSDP2. Placements that cannot work are refused in one sentence."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -122,13 +123,15 @@ def running(rank: int, world: int) -> None:
     ours, theirs = nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
     distribute_module(ours, mesh)
     x = torch.randn(6, 3, 4, 4)
-    output = ours(distribute_tensor(x, mesh, [Shard(0)]))
-    torch.testing.assert_close(output.full_tensor(), theirs(x))
-    assert isinstance(ours.running_mean, DTensor)
-    torch.testing.assert_close(ours.running_mean.full_tensor(), theirs.running_mean)
-    torch.testing.assert_close(ours.running_var.full_tensor(), theirs.running_var)
-    ours.eval(), theirs.eval()
-    torch.testing.assert_close(ours(distribute_tensor(x, mesh, [Shard(0)])).full_tensor(), theirs(x))
+    exact = copy.deepcopy(theirs).double()
+    for is_training in (True, False):
+        output = ours.train(is_training)(distribute_tensor(x, mesh, [Shard(0)]))
+        right, torchs = exact.train(is_training)(x.double()), theirs.train(is_training)(x)
+        assert_no_further("output", output.full_tensor(), right, torchs)
+        assert isinstance(ours.running_mean, DTensor)
+        for name in ("running_mean", "running_var"):
+            mine, true, of_torch = (getattr(module, name) for module in (ours, exact, theirs))
+            assert_no_further(name, mine.full_tensor(), true, of_torch)
 
 
 class Model(torch.nn.Module):
@@ -141,11 +144,19 @@ class Model(torch.nn.Module):
         return self.last(x + self.down(F.relu(self.up(self.first(x)))))
 
 
-def models() -> tuple[Model, Model]:
+def models() -> tuple[Model, Model, Model]:
+    """PyTorch's in float64 and in float32, and ours."""
     torch.manual_seed(3)
     theirs, ours = Model(torch.nn), Model(nn)
     ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    return copy.deepcopy(theirs).double(), theirs, ours
+
+
+def assert_same_parameters(ours: Model, exact: Model, theirs: Model) -> None:
+    for (name, mine), true, torchs in zip(
+        ours.named_parameters(), exact.parameters(), theirs.parameters(), strict=True
+    ):
+        assert_no_further(name, mine.full_tensor(), true, torchs)
 
 
 def sequence_parallel(rank: int, world: int) -> None:
@@ -158,7 +169,7 @@ def sequence_parallel(rank: int, world: int) -> None:
         parallelize_module,
     )
 
-    theirs, ours = models()
+    exact, theirs, ours = models()
     mesh = mesh_of(world)
     parallelize_module(
         ours, mesh,
@@ -169,41 +180,38 @@ def sequence_parallel(rank: int, world: int) -> None:
             "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         },
     )  # fmt: skip
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, ours)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (exact, theirs, ours)]
     for _ in range(3):
         x = torch.randn(2, 8, 16)
         y = ours(distribute_tensor(x, mesh, [Shard(1)]))
         assert isinstance(y, DTensor)
         assert y.placements == (Shard(1),)
-        expected = theirs(x)
-        torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-4, atol=1e-5)
-        for optimizer, loss in zip(optimizers, (expected.square().mean(), y.square().mean()), strict=True):
+        outputs = exact(x.double()), theirs(x), y
+        assert_no_further("output", y.full_tensor(), *outputs[:2])
+        for optimizer, output in zip(optimizers, outputs, strict=True):
             optimizer.zero_grad()
-            loss.backward()
+            output.pow(3).mean().backward()
             optimizer.step()
-    for (name, parameter), of_torch in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), of_torch, rtol=1e-4, atol=1e-5, msg=name)
+    assert_same_parameters(ours, exact, theirs)
 
 
 def fully_sharded(rank: int, world: int) -> None:
     """FSDP2: parameters are sharded between the steps."""
     from torch.distributed.fsdp import fully_shard
 
-    theirs, ours = models()
+    exact, theirs, ours = models()
     mesh = mesh_of(world)
     for module in (ours.first, ours.last, ours):
         fully_shard(module, mesh=mesh)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, ours)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (exact, theirs, ours)]
     for _ in range(3):
         x = torch.randn(2 * world, 5, 16)
-        for model, optimizer, part in zip(
-            (theirs, ours), optimizers, (slice(None), slice(2 * rank, 2 * rank + 2)), strict=True
-        ):
+        parts = x.double(), x, x[2 * rank : 2 * rank + 2]
+        for model, optimizer, part in zip((exact, theirs, ours), optimizers, parts, strict=True):
             optimizer.zero_grad()
-            model(x[part]).pow(3).mean().backward()
+            model(part).pow(3).mean().backward()
             optimizer.step()
-    for (name, parameter), of_torch in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), of_torch, rtol=1e-4, atol=1e-5, msg=name)
+    assert_same_parameters(ours, exact, theirs)
 
 
 def mixed_precision(rank: int, world: int) -> None:
@@ -309,7 +317,7 @@ def fused_batch(rank: int, world: int) -> None:
 
     mesh = mesh_of(world)
     for route in ("auto", "native"):
-        ours, theirs = nn.BatchNormReLU2d(8), nn.BatchNormReLU2d(8)
+        ours = nn.BatchNormReLU2d(8)
         distribute_module(ours, mesh)
         x = torch.randn(5, 8, 6, 4)
         placed = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
@@ -318,15 +326,18 @@ def fused_batch(rank: int, world: int) -> None:
             assert counted == 1
             _, counted = ranks.collectives(lambda y=y: y.backward(y.detach()))
             assert counted == 3
-            leaf = x.clone().requires_grad_()
-            expected = theirs(leaf)
-            expected.backward(expected.detach())
-            torch.testing.assert_close(y.full_tensor(), expected)
-            torch.testing.assert_close(placed.grad.full_tensor(), leaf.grad)
-            for mine, alone in zip(ours.buffers(), theirs.buffers(), strict=True):
-                torch.testing.assert_close(mine.full_tensor(), alone)
-            ours.eval(), theirs.eval()
-            torch.testing.assert_close(ours(placed).full_tensor(), theirs(x))
+            found = [y, placed.grad, *ours.buffers(), ours.eval()(placed)]
+        expected = []
+        for dtype in (torch.float64, torch.float32):
+            alone, leaf = torch.nn.BatchNorm2d(8, dtype=dtype), x.to(dtype, copy=True).requires_grad_()
+            output = F.relu(alone(leaf))
+            output.backward(y.detach().full_tensor().to(dtype))
+            expected.append([output, leaf.grad, *alone.buffers(), F.relu(alone.eval()(x.to(dtype)))])
+        for k, (mine, true, torchs) in enumerate(zip(found, *expected, strict=True)):
+            if mine.is_floating_point():
+                assert_no_further(f"{k}", mine.full_tensor(), true, torchs)
+            else:
+                assert mine.full_tensor() == true, "batches are counted"
 
 
 class Stack(torch.nn.Module):

@@ -306,18 +306,20 @@ def own_function(rank: int, world: int) -> None:
         y, h = block(mine, own_gain)
         (y.sum() + h.square().sum()).backward()
     assert "SplitNormalization" in type(y.grad_fn).__name__
-    x, gain = x.double().requires_grad_(), gain.double().requires_grad_()
-    of_all = [torch.zeros(8).double(), torch.ones(8).double()]
-    h = F.silu(x) * gain
-    expected = torch.sigmoid(F.batch_norm(h, *of_all, training=True))
-    (expected.sum() + h.square().sum()).backward()
-    dist.all_reduce(own_gain.grad)
-    here = slice(2 * rank, 2 * rank + 2)
-    torch.testing.assert_close(y.double(), expected[here], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(mine.grad.double(), x.grad[here], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own_gain.grad.double(), gain.grad, rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(running, of_all, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+    expected = []
+    for dtype in (torch.float64, torch.float32):
+        leaf, factor = x.to(dtype, copy=True).requires_grad_(), gain.to(dtype, copy=True).requires_grad_()
+        of_all = [torch.zeros(8, dtype=dtype), torch.ones(8, dtype=dtype)]
+        h = F.silu(leaf) * factor
+        output = torch.sigmoid(F.batch_norm(h, *of_all, training=True))
+        (output.sum() + h.square().sum()).backward()
+        here = slice(2 * rank, 2 * rank + 2)
+        expected.append([output[here], leaf.grad[here], factor.grad, *of_all])
+    added = own_gain.grad.double()
+    dist.all_reduce(added)
+    found = [y, mine.grad, added.float(), *running]
+    for name, ours, true, theirs in zip(("output", "input", "gain", "mean", "variance"), found, *expected, strict=True):
+        assert_no_further(name, ours, true, theirs)
 
 
 def groups(rank: int, world: int) -> None:

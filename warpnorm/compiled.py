@@ -31,6 +31,8 @@ aten = torch.ops.aten
 # Those with running statistics; and where it stands whether these are averaged, and what it is called
 AVERAGING = (F.batch_norm, F.instance_norm, functional.batch_norm, functional.instance_norm)
 FLAG, FLAG_NAMES = 5, ("training", "use_input_stats")
+# PyTorch's own do not average what ranks share of a DTensor
+OURS = {F.batch_norm: functional.batch_norm, F.instance_norm: functional.instance_norm}
 CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 # Views, by what a capture calls them
 MOVES: dict[str, Callable[..., Any]] = {
@@ -82,13 +84,15 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.steps: list[Any] = []
         self.averaged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.is_apart = False  # whether there is a norm that is called as it is
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in SHARED:  # its result is a tensor from elsewhere
-            return func(*args, **kwargs)
+        if func in SHARED or (func in OURS and args and library.is_sharded(args[0])):
+            self.is_apart = True
+            return OURS.get(func, func)(*args, **kwargs)
         given, named = args, kwargs
         if func in AVERAGING and self._is_averaging(func, args, kwargs):
             given, named = self._with_copies(args, kwargs)
@@ -176,6 +180,9 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
     tape = Tape()
     with tape:
         plain = function(*given, **kwargs)
+    if tape.is_apart:
+        _say_apart()
+        return plain
     results, tree = pytree.tree_flatten(plain)
     writer = Writer()
     steps = []
@@ -222,6 +229,11 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
 @settings.constant
 def _say_small() -> None:
     _log.info("a fused function runs as it is under the compiler: PyTorch's operators are quicker for rows so small")
+
+
+@settings.constant
+def _say_apart() -> None:
+    _log.info("a fused function runs as it is under the compiler: its norm has something to exchange or to average")
 
 
 @settings.constant

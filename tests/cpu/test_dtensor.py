@@ -355,7 +355,7 @@ class Stack(torch.nn.Module):
 def compiled(rank: int, world: int) -> None:
     """One graph, in which norms are our operators on what lies here; as many collectives as without a compiler."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
     mesh, seen = mesh_of(world), []
 
@@ -381,6 +381,34 @@ def compiled(rank: int, world: int) -> None:
         torch.testing.assert_close(ours, theirs)
     assert [graph.count("warpnorm.norm.default") for graph in seen] == [3, 0]
     assert [graph.count("warpnorm.norm_backward.default") for graph in seen] == [0, 3]
+    for placement in (Replicate(), Shard(1), Shard(0)):
+        check_compiled_batch(mesh, placement)
+
+
+def check_compiled_batch(mesh: Any, placement: Any) -> None:
+    """BatchNorm and ReLU in one, whose running statistics become those of the whole batch, however it is split."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch._dynamo.reset()
+    ours, x, grad = nn.BatchNormReLU2d(8), torch.randn(4, 8, 48, 48), torch.randn(4, 8, 48, 48)
+    for kept in (ours._parameters, ours._buffers):
+        for name, tensor in kept.items():
+            own = Shard(0) if placement == Shard(1) and tensor.ndim else Replicate()
+            placed = distribute_tensor(tensor.detach(), mesh, [own])
+            kept[name] = torch.nn.Parameter(placed) if kept is ours._parameters else placed
+    leaf = distribute_tensor(x, mesh, [placement]).requires_grad_()
+    with settings.override(route="native"):
+        output = torch.compile(ours, backend="aot_eager", fullgraph=True)(leaf)
+        output.backward(distribute_tensor(grad, mesh, [placement]))
+    found = [output, leaf.grad, ours.weight.grad, ours.running_mean, ours.running_var]
+    expected = []
+    for dtype in (torch.float64, torch.float32):
+        alone, whole = torch.nn.BatchNorm2d(8, dtype=dtype), x.to(dtype, copy=True).requires_grad_()
+        right = F.relu(alone(whole))
+        right.backward(grad.to(dtype))
+        expected.append([right, whole.grad, alone.weight.grad, alone.running_mean, alone.running_var])
+    for k, (mine, true, torchs) in enumerate(zip(found, *expected, strict=True)):
+        assert_no_further(f"{placement} {k}", mine.full_tensor(), true, torchs)
 
 
 def refused(rank: int, world: int) -> None:

@@ -96,7 +96,10 @@ class Tape(TorchFunctionMode):
         given, named = args, kwargs
         if func in AVERAGING and self._is_averaging(func, args, kwargs):
             given, named = self._with_copies(args, kwargs)
-        result = func(*given, **named)
+        if func is torch.Tensor.to and not torch.compiler.is_dynamo_compiling():
+            result = _cast(*args, **kwargs)
+        else:
+            result = func(*given, **named)
         self.steps.append((func, args, kwargs, result, torch.is_grad_enabled()))
         return result
 
@@ -119,6 +122,14 @@ class Tape(TorchFunctionMode):
             else:
                 named[name] = copy
         return tuple(given), named
+
+
+def _cast(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `x.to`: but a program that is exported checks what `to` is given, and for that computes what nobody reads."""
+    dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and len(kwargs) == 1 else None
+    if not isinstance(dtype, torch.dtype):
+        return x.to(*args, **kwargs)
+    return x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)
 
 
 class Writer:

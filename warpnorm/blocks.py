@@ -11,6 +11,7 @@ from warpnorm.errors import InputError
 from warpnorm.fuse import fuse
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_queries: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # which of so many heads are queries
 
 
 class _AddNorm(torch.nn.Module):
@@ -137,9 +138,10 @@ class SyncBatchNormReLU2d(torch.nn.BatchNorm2d):
     def _normalized(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
         is_averaged = not self.training or self.track_running_stats
         mean, variance = (self.running_mean, self.running_var) if is_averaged else (None, None)
-        return parallel.batch_norm(
-            x, mean, variance, self.weight, self.bias, self.training, momentum, self.eps, group=self.process_group
-        )
+        given = (x, mean, variance, self.weight, self.bias, self.training, momentum, self.eps)
+        if not self.training or parallel.exchange.world_size(self.process_group) == 1:  # a compiler may fuse it then
+            return F.batch_norm(*given)
+        return parallel.batch_norm(*given, group=self.process_group)
 
     @fuse
     def _alone(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
@@ -172,7 +174,6 @@ class QKNorm(torch.nn.Module):
         self.head_dim, self.q_heads, self.k_heads, self.eps = head_dim, q_heads, k_heads, eps
         self.q_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
         self.k_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
-        self._known: dict[torch.device, torch.Tensor] = {}  # which heads are queries; no buffer, which could be emptied
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = self.q_heads + self.k_heads
@@ -185,15 +186,21 @@ class QKNorm(torch.nn.Module):
             (count, x.shape[-2] - count), -2
         )  # unlike those of slices, their gradients are put together once
         normalized = self._normalize(packed, self._is_query(x.device))
+        if pipeline.is_left_alone((x,)):  # vmap has no rule for the other
+            return *normalized.split((self.q_heads, self.k_heads), -2), v
         q, k = torch.unsafe_split_with_sizes(normalized, (self.q_heads, self.k_heads), -2)  # either may be written into
         return q, k, v
 
     def _is_query(self, device: torch.device) -> torch.Tensor:
-        found = None if torch.compiler.is_compiling() else self._known.get(device)
+        """(heads, 1): no buffer, which `to_empty` would empty, and nothing of the module's, which may move elsewhere."""
+        key = self.q_heads, self.k_heads, device
+        found = None if torch.compiler.is_compiling() else _queries.get(key)
         if found is None:
-            found = torch.arange(self.q_heads + self.k_heads, device=device)[:, None] < self.q_heads
-            if not torch.compiler.is_compiling() and not pipeline.is_seen_through((found,)):
-                self._known[device] = found
+            with torch.inference_mode(False):  # kept, and then read where there are gradients
+                found = torch.arange(self.q_heads + self.k_heads, device=device)[:, None] < self.q_heads
+            is_of_graph = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not is_of_graph and not pipeline.is_seen_through((found,)):
+                _queries[key] = found
         return found
 
     @fuse

@@ -31,6 +31,8 @@ aten = torch.ops.aten
 # Those with running statistics; and where it stands whether these are averaged, and what it is called
 AVERAGING = (F.batch_norm, F.instance_norm, functional.batch_norm, functional.instance_norm)
 FLAG, FLAG_NAMES = 5, ("training", "use_input_stats")
+# PyTorch's own do not average what ranks share of a DTensor
+OURS = {F.batch_norm: functional.batch_norm, F.instance_norm: functional.instance_norm}
 CONSTANTS = (type(None), bool, str, torch.dtype, torch.device, torch.memory_format, torch.layout)
 # Views, by what a capture calls them
 MOVES: dict[str, Callable[..., Any]] = {
@@ -49,6 +51,9 @@ CUTS = frozenset(
         aten.unbind.int,
     )
 )  # fmt: skip
+SHARED: tuple[
+    Callable[..., Any], ...
+] = ()  # norms that exchange something, which no operator does; `parallel` has them
 on_shards: Callable[..., bool] | None = None  # whether an operator takes DTensors that are placed so; `parallel` says
 # Sizes that stand for symbols, in two ways, larger than any number that decides about a call and unlike all others
 INVENTED = ((1 << 17) + 1, (1 << 18) + 1)
@@ -79,15 +84,22 @@ class Tape(TorchFunctionMode):
         super().__init__()
         self.steps: list[Any] = []
         self.averaged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.is_apart = False  # whether there is a norm that is called as it is
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in SHARED or (func in OURS and args and library.is_sharded(args[0])):
+            self.is_apart = True
+            return OURS.get(func, func)(*args, **kwargs)
         given, named = args, kwargs
         if func in AVERAGING and self._is_averaging(func, args, kwargs):
             given, named = self._with_copies(args, kwargs)
-        result = func(*given, **named)
+        if func is torch.Tensor.to and not torch.compiler.is_dynamo_compiling():
+            result = _cast(*args, **kwargs)
+        else:
+            result = func(*given, **named)
         self.steps.append((func, args, kwargs, result, torch.is_grad_enabled()))
         return result
 
@@ -112,6 +124,14 @@ class Tape(TorchFunctionMode):
         return tuple(given), named
 
 
+def _cast(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As `x.to`: but a program that is exported checks what `to` is given, and for that computes what nobody reads."""
+    dtype = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and len(kwargs) == 1 else None
+    if not isinstance(dtype, torch.dtype):
+        return x.to(*args, **kwargs)
+    return x if x.dtype == dtype else aten._to_copy.default(x, dtype=dtype)
+
+
 class Writer:
     """What stands on a tape in names and numbers alone: tensors by number, symbols by number."""
 
@@ -132,7 +152,7 @@ class Writer:
             return SLICE, self.value(value.start), self.value(value.stop), self.value(value.step)
         if value is Ellipsis or isinstance(value, CONSTANTS):
             return value
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float, torch.SymInt)):  # which an export has as itself
             return self.number(value)
         self.is_known = False
         return None
@@ -171,6 +191,9 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
     tape = Tape()
     with tape:
         plain = function(*given, **kwargs)
+    if tape.is_apart:
+        _say_apart()
+        return plain
     results, tree = pytree.tree_flatten(plain)
     writer = Writer()
     steps = []
@@ -206,15 +229,22 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
             results = [r if o is None else made[o] for r, o in zip(results, outputs, strict=True)]
             return pytree.tree_unflatten(results, tree)
         _say_small()
-    with torch.no_grad():
-        for buffer, copy in tape.averaged:
-            buffer.copy_(copy)
+    for (
+        buffer,
+        copy,
+    ) in tape.averaged:  # neither has a gradient; an export cannot take a part without results in no_grad
+        buffer.copy_(copy)
     return plain
 
 
 @settings.constant
 def _say_small() -> None:
     _log.info("a fused function runs as it is under the compiler: PyTorch's operators are quicker for rows so small")
+
+
+@settings.constant
+def _say_apart() -> None:
+    _log.info("a fused function runs as it is under the compiler: its norm has something to exchange or to average")
 
 
 @settings.constant
@@ -301,6 +331,8 @@ class Lowered(NamedTuple):
 @settings.constant
 def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) -> tuple[Any, ...] | None:
     """What was written down as one call; nothing if it cannot be one. A compiler takes it for a constant."""
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
     kind = torch.device(leaves[0][3]).type
     autocast: Any = nullcontext()
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -310,7 +342,7 @@ def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) 
 
     def both() -> None:
         try:
-            with autocast, torch.set_grad_enabled(has_gradients):
+            with disable_proxy_modes_tracing(), autocast, torch.set_grad_enabled(has_gradients):
                 sizes = [[start + 2 * k for k in range(symbols)] for start in INVENTED]
                 first, second = (_lowered(steps, wanted, leaves, own) for own in sizes)
                 found.append(_agreed(first, second, sizes))
@@ -325,7 +357,8 @@ def lower(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: int) 
         ) as error:
             _log.info("a fused function runs as it is under the compiler: %s: %s", type(error).__name__, error)
 
-    thread = threading.Thread(target=both, name="warpnorm-lower")  # the caller's modes are its own
+    # The caller's modes are its own, but for that of an export, which all threads see
+    thread = threading.Thread(target=both, name="warpnorm-lower")
     thread.start()
     thread.join()
     return None if not found or found[0] is None else tuple(found[0])

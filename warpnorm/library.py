@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import pipeline, settings
+from warpnorm import absorb, pipeline, settings
 from warpnorm.errors import InputError
 from warpnorm.launch import call_text
 from warpnorm.launch.autograd import composite_gradients, second_gradients, without_gradient
@@ -30,6 +30,7 @@ class _Operators(torch.library.Library):
 
 def _noticing(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def noticed(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        absorb.register()
         if on_shards is None or not any(is_sharded(t) for arg in args if isinstance(arg, list | tuple) for t in arg):
             return kernel(keys, *args, **kwargs)
         on_shards()

@@ -57,6 +57,27 @@ def test_they_compile_whole(name: str) -> None:
     torch.testing.assert_close(found, right)
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_hooks_run_around_them(name: str) -> None:
+    """Each time, also where the fused function is `forward` itself; so does what others keep in a module."""
+    module, given = BLOCKS[name].make(), given_to(BLOCKS[name], "cpu", torch.float32)
+    right = copy.deepcopy(module)(*given)
+    right = right if isinstance(right, tuple) else (right,)
+    module.of_others = object()  # such as what a library that shards or offloads models keeps there
+    seen: list[str] = []
+    module.register_forward_pre_hook(lambda *_: seen.append("before"))
+    module.register_forward_hook(lambda *_: seen.append("after"))
+    module.register_full_backward_hook(lambda *_: seen.append("backward"))
+    for _ in range(2):
+        seen.clear()
+        leaves = [t.clone().requires_grad_() for t in given]
+        outputs = module(*leaves)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        torch.stack([o.sum() for o in outputs]).sum().backward()
+        assert seen == ["before", "after", "backward"]
+    assert all(found.equal(expected) for found, expected in zip(outputs, right, strict=True))
+
+
 @pytest.mark.parametrize("kind", [warpnorm.nn.AddLayerNorm, warpnorm.nn.AddRMSNorm])
 def test_dropout(kind: Any) -> None:
     module = kind(COLS, dropout=0.25)

@@ -1,6 +1,7 @@
 """The functions and modules on DTensors: what is sharded stays sharded, no input is gathered, gradients of parameters are
 reduced once; with `SequenceParallel` and FSDP2. Placements that cannot work are refused in one sentence."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -122,13 +123,15 @@ def running(rank: int, world: int) -> None:
     ours, theirs = nn.BatchNorm2d(3), torch.nn.BatchNorm2d(3)
     distribute_module(ours, mesh)
     x = torch.randn(6, 3, 4, 4)
-    output = ours(distribute_tensor(x, mesh, [Shard(0)]))
-    torch.testing.assert_close(output.full_tensor(), theirs(x))
-    assert isinstance(ours.running_mean, DTensor)
-    torch.testing.assert_close(ours.running_mean.full_tensor(), theirs.running_mean)
-    torch.testing.assert_close(ours.running_var.full_tensor(), theirs.running_var)
-    ours.eval(), theirs.eval()
-    torch.testing.assert_close(ours(distribute_tensor(x, mesh, [Shard(0)])).full_tensor(), theirs(x))
+    exact = copy.deepcopy(theirs).double()
+    for is_training in (True, False):
+        output = ours.train(is_training)(distribute_tensor(x, mesh, [Shard(0)]))
+        right, torchs = exact.train(is_training)(x.double()), theirs.train(is_training)(x)
+        assert_no_further("output", output.full_tensor(), right, torchs)
+        assert isinstance(ours.running_mean, DTensor)
+        for name in ("running_mean", "running_var"):
+            mine, true, of_torch = (getattr(module, name) for module in (ours, exact, theirs))
+            assert_no_further(name, mine.full_tensor(), true, of_torch)
 
 
 class Model(torch.nn.Module):
@@ -141,11 +144,19 @@ class Model(torch.nn.Module):
         return self.last(x + self.down(F.relu(self.up(self.first(x)))))
 
 
-def models() -> tuple[Model, Model]:
+def models() -> tuple[Model, Model, Model]:
+    """PyTorch's in float64 and in float32, and ours."""
     torch.manual_seed(3)
     theirs, ours = Model(torch.nn), Model(nn)
     ours.load_state_dict(theirs.state_dict())
-    return theirs, ours
+    return copy.deepcopy(theirs).double(), theirs, ours
+
+
+def assert_same_parameters(ours: Model, exact: Model, theirs: Model) -> None:
+    for (name, mine), true, torchs in zip(
+        ours.named_parameters(), exact.parameters(), theirs.parameters(), strict=True
+    ):
+        assert_no_further(name, mine.full_tensor(), true, torchs)
 
 
 def sequence_parallel(rank: int, world: int) -> None:
@@ -158,7 +169,7 @@ def sequence_parallel(rank: int, world: int) -> None:
         parallelize_module,
     )
 
-    theirs, ours = models()
+    exact, theirs, ours = models()
     mesh = mesh_of(world)
     parallelize_module(
         ours, mesh,
@@ -169,41 +180,62 @@ def sequence_parallel(rank: int, world: int) -> None:
             "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
         },
     )  # fmt: skip
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, ours)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (exact, theirs, ours)]
     for _ in range(3):
         x = torch.randn(2, 8, 16)
         y = ours(distribute_tensor(x, mesh, [Shard(1)]))
         assert isinstance(y, DTensor)
         assert y.placements == (Shard(1),)
-        expected = theirs(x)
-        torch.testing.assert_close(y.full_tensor(), expected, rtol=1e-4, atol=1e-5)
-        for optimizer, loss in zip(optimizers, (expected.square().mean(), y.square().mean()), strict=True):
+        outputs = exact(x.double()), theirs(x), y
+        assert_no_further("output", y.full_tensor(), *outputs[:2])
+        for optimizer, output in zip(optimizers, outputs, strict=True):
             optimizer.zero_grad()
-            loss.backward()
+            output.pow(3).mean().backward()
             optimizer.step()
-    for (name, parameter), of_torch in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), of_torch, rtol=1e-4, atol=1e-5, msg=name)
+    assert_same_parameters(ours, exact, theirs)
 
 
 def fully_sharded(rank: int, world: int) -> None:
     """FSDP2: parameters are sharded between the steps."""
     from torch.distributed.fsdp import fully_shard
 
-    theirs, ours = models()
+    exact, theirs, ours = models()
     mesh = mesh_of(world)
     for module in (ours.first, ours.last, ours):
         fully_shard(module, mesh=mesh)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (theirs, ours)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (exact, theirs, ours)]
     for _ in range(3):
         x = torch.randn(2 * world, 5, 16)
-        for model, optimizer, part in zip(
-            (theirs, ours), optimizers, (slice(None), slice(2 * rank, 2 * rank + 2)), strict=True
-        ):
+        parts = x.double(), x, x[2 * rank : 2 * rank + 2]
+        for model, optimizer, part in zip((exact, theirs, ours), optimizers, parts, strict=True):
             optimizer.zero_grad()
-            model(x[part]).pow(3).mean().backward()
+            model(part).pow(3).mean().backward()
             optimizer.step()
-    for (name, parameter), of_torch in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        torch.testing.assert_close(parameter.full_tensor(), of_torch, rtol=1e-4, atol=1e-5, msg=name)
+    assert_same_parameters(ours, exact, theirs)
+
+
+def mixed_precision(rank: int, world: int) -> None:
+    """A fused module that FSDP2 shards alone, and whose parameters and inputs it casts: as accurate as PyTorch's norm is."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh, low = mesh_of(world), torch.bfloat16
+    norm = nn.AddRMSNorm(1280, eps=1e-6)
+    torch.nn.init.normal_(norm.weight)
+    weight = norm.weight.detach().clone()
+    fully_shard(norm, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32))
+    x, residual, grad = torch.randn(3, 4, 1280).to(low).float()  # the same on all ranks
+    y, h = norm(x, residual)
+    assert (y.dtype, h.dtype) == (low, low)
+    y.backward(grad.to(low))
+    found = [y, norm.weight.grad.full_tensor()]
+    expected = []
+    for dtype in (torch.float64, low):
+        leaf = weight.to(low).to(dtype).requires_grad_()
+        theirs = F.rms_norm((x.to(low) + residual.to(low)).to(dtype), (1280,), leaf, 1e-6)
+        theirs.backward(grad.to(dtype))
+        expected.append([theirs, leaf.grad])
+    for name, mine, true, torchs in zip(("output", "weight"), found, *expected, strict=True):
+        assert_no_further(name, mine.to(low), true, torchs)
 
 
 @warpnorm.fuse
@@ -285,7 +317,7 @@ def fused_batch(rank: int, world: int) -> None:
 
     mesh = mesh_of(world)
     for route in ("auto", "native"):
-        ours, theirs = nn.BatchNormReLU2d(8), nn.BatchNormReLU2d(8)
+        ours = nn.BatchNormReLU2d(8)
         distribute_module(ours, mesh)
         x = torch.randn(5, 8, 6, 4)
         placed = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
@@ -294,15 +326,18 @@ def fused_batch(rank: int, world: int) -> None:
             assert counted == 1
             _, counted = ranks.collectives(lambda y=y: y.backward(y.detach()))
             assert counted == 3
-            leaf = x.clone().requires_grad_()
-            expected = theirs(leaf)
-            expected.backward(expected.detach())
-            torch.testing.assert_close(y.full_tensor(), expected)
-            torch.testing.assert_close(placed.grad.full_tensor(), leaf.grad)
-            for mine, alone in zip(ours.buffers(), theirs.buffers(), strict=True):
-                torch.testing.assert_close(mine.full_tensor(), alone)
-            ours.eval(), theirs.eval()
-            torch.testing.assert_close(ours(placed).full_tensor(), theirs(x))
+            found = [y, placed.grad, *ours.buffers(), ours.eval()(placed)]
+        expected = []
+        for dtype in (torch.float64, torch.float32):
+            alone, leaf = torch.nn.BatchNorm2d(8, dtype=dtype), x.to(dtype, copy=True).requires_grad_()
+            output = F.relu(alone(leaf))
+            output.backward(y.detach().full_tensor().to(dtype))
+            expected.append([output, leaf.grad, *alone.buffers(), F.relu(alone.eval()(x.to(dtype)))])
+        for k, (mine, true, torchs) in enumerate(zip(found, *expected, strict=True)):
+            if mine.is_floating_point():
+                assert_no_further(f"{k}", mine.full_tensor(), true, torchs)
+            else:
+                assert mine.full_tensor() == true, "batches are counted"
 
 
 class Stack(torch.nn.Module):
@@ -320,7 +355,7 @@ class Stack(torch.nn.Module):
 def compiled(rank: int, world: int) -> None:
     """One graph, in which norms are our operators on what lies here; as many collectives as without a compiler."""
     from torch._dynamo.backends.common import aot_autograd
-    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 
     mesh, seen = mesh_of(world), []
 
@@ -346,6 +381,34 @@ def compiled(rank: int, world: int) -> None:
         torch.testing.assert_close(ours, theirs)
     assert [graph.count("warpnorm.norm.default") for graph in seen] == [3, 0]
     assert [graph.count("warpnorm.norm_backward.default") for graph in seen] == [0, 3]
+    for placement in (Replicate(), Shard(1), Shard(0)):
+        check_compiled_batch(mesh, placement)
+
+
+def check_compiled_batch(mesh: Any, placement: Any) -> None:
+    """BatchNorm and ReLU in one, whose running statistics become those of the whole batch, however it is split."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch._dynamo.reset()
+    ours, x, grad = nn.BatchNormReLU2d(8), torch.randn(4, 8, 48, 48), torch.randn(4, 8, 48, 48)
+    for kept in (ours._parameters, ours._buffers):
+        for name, tensor in kept.items():
+            own = Shard(0) if placement == Shard(1) and tensor.ndim else Replicate()
+            placed = distribute_tensor(tensor.detach(), mesh, [own])
+            kept[name] = torch.nn.Parameter(placed) if kept is ours._parameters else placed
+    leaf = distribute_tensor(x, mesh, [placement]).requires_grad_()
+    with settings.override(route="native"):
+        output = torch.compile(ours, backend="aot_eager", fullgraph=True)(leaf)
+        output.backward(distribute_tensor(grad, mesh, [placement]))
+    found = [output, leaf.grad, ours.weight.grad, ours.running_mean, ours.running_var]
+    expected = []
+    for dtype in (torch.float64, torch.float32):
+        alone, whole = torch.nn.BatchNorm2d(8, dtype=dtype), x.to(dtype, copy=True).requires_grad_()
+        right = F.relu(alone(whole))
+        right.backward(grad.to(dtype))
+        expected.append([right, whole.grad, alone.weight.grad, alone.running_mean, alone.running_var])
+    for k, (mine, true, torchs) in enumerate(zip(found, *expected, strict=True)):
+        assert_no_further(f"{placement} {k}", mine.full_tensor(), true, torchs)
 
 
 def refused(rank: int, world: int) -> None:
@@ -385,7 +448,8 @@ def refused(rank: int, world: int) -> None:
 
 
 CHECKS = (
-    rows, hidden, by_channel, running, sequence_parallel, fully_sharded, operators, fused, fused_batch, refused, compiled,
+    rows, hidden, by_channel, running, sequence_parallel, fully_sharded, mixed_precision, operators, fused, fused_batch,
+    refused, compiled,
 )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """`torch.export` of modules and fused functions with a dynamic number of rows: one operator for each, the program runs in
 another process that imports torch and warpnorm alone, and as compiled C++ where AOTInductor finds a compiler."""
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,18 @@ from warpnorm.errors import InputError
 pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
 
 COLS = 2048
+IMAGE = (32, 64, 64)
+# How each fused module is made, and the shapes of a sample of what it is given; a number has none
+MODULES: dict[str, tuple[Any, tuple[tuple[int, ...], ...]]] = {
+    "AddLayerNorm": (lambda: warpnorm.nn.AddLayerNorm(COLS), ((COLS,), (COLS,))),
+    "GatedRMSNorm": (lambda: warpnorm.nn.GatedRMSNorm(COLS), ((COLS,), (COLS,))),
+    "AdaLayerNorm": (lambda: warpnorm.nn.AdaLayerNorm(COLS), ((6, COLS), (COLS,), (COLS,))),
+    "QKNorm": (lambda: warpnorm.nn.QKNorm(1024, 4, 2), ((5, 8, 1024),)),
+    "RMSNormFloat8": (lambda: warpnorm.nn.RMSNormFloat8(COLS), ((COLS,), ())),
+    "BatchNormReLU2d": (lambda: warpnorm.nn.BatchNormReLU2d(32), (IMAGE, IMAGE)),
+    "SyncBatchNormReLU2d": (lambda: warpnorm.nn.SyncBatchNormReLU2d(32), (IMAGE,)),
+    "GroupNormSiLU": (lambda: warpnorm.nn.GroupNormSiLU(4, 32), (IMAGE,)),
+}
 ROOT = Path(__file__).resolve().parents[2]
 LOADED = """
 import sys, torch, warpnorm
@@ -75,6 +88,35 @@ def test_another_dtype_is_refused() -> None:
     for dtype in (torch.float64, torch.bfloat16):
         with pytest.raises(InputError, match="this program was made for float32, float32, but got"):
             program(torch.randn(4, COLS, dtype=dtype))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_fused_module(name: str) -> None:
+    """One operator for each, any number of samples, saved and loaded."""
+    torch.manual_seed(0)
+    make, shapes = MODULES[name]
+    module = make().eval()
+    samples = torch.export.Dim("samples", min=2, max=1 << 16)
+
+    def given(count: int) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.randn(count, *shape) if shape else torch.tensor(0.1) for shape in shapes)
+
+    dynamic = tuple({0: samples} if shape else {} for shape in shapes)
+    program = torch.export.export(module, given(4), dynamic_shapes=dynamic).run_decompositions({})
+    found = [str(node.target) for node in program.graph.nodes]
+    assert found.count("warpnorm.norm.default") == 1
+    assert not any(
+        word in target for target in found for word in ("layer_norm", "rms_norm", "batch_norm", "group_norm")
+    )
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    buffer.seek(0)
+    loaded = torch.export.load(buffer).module()
+    for count in (2, 7):
+        tensors = given(count)
+        results, right = loaded(*tensors), module(*tensors)
+        for ours, expected in zip(*(r if isinstance(r, tuple) else (r,) for r in (results, right)), strict=True):
+            assert torch.equal(ours.float(), expected.float())
 
 
 def test_by_channel() -> None:

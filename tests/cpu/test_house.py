@@ -19,6 +19,7 @@ LEVEL |= {
     "version": 0,
     "arguments": LEVEL["functional"],
     "compiled": LEVEL["functional"],
+    "absorb": LEVEL["pipeline"],
     "__init__": len(LEVEL),
     "__main__": len(LEVEL),
 }

@@ -6,6 +6,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -305,18 +306,20 @@ def own_function(rank: int, world: int) -> None:
         y, h = block(mine, own_gain)
         (y.sum() + h.square().sum()).backward()
     assert "SplitNormalization" in type(y.grad_fn).__name__
-    x, gain = x.double().requires_grad_(), gain.double().requires_grad_()
-    of_all = [torch.zeros(8).double(), torch.ones(8).double()]
-    h = F.silu(x) * gain
-    expected = torch.sigmoid(F.batch_norm(h, *of_all, training=True))
-    (expected.sum() + h.square().sum()).backward()
-    dist.all_reduce(own_gain.grad)
-    here = slice(2 * rank, 2 * rank + 2)
-    torch.testing.assert_close(y.double(), expected[here], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(mine.grad.double(), x.grad[here], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(own_gain.grad.double(), gain.grad, rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(running, of_all, strict=True):
-        torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+    expected = []
+    for dtype in (torch.float64, torch.float32):
+        leaf, factor = x.to(dtype, copy=True).requires_grad_(), gain.to(dtype, copy=True).requires_grad_()
+        of_all = [torch.zeros(8, dtype=dtype), torch.ones(8, dtype=dtype)]
+        h = F.silu(leaf) * factor
+        output = torch.sigmoid(F.batch_norm(h, *of_all, training=True))
+        (output.sum() + h.square().sum()).backward()
+        here = slice(2 * rank, 2 * rank + 2)
+        expected.append([output[here], leaf.grad[here], factor.grad, *of_all])
+    added = own_gain.grad.double()
+    dist.all_reduce(added)
+    found = [y, mine.grad, added.float(), *running]
+    for name, ours, true, theirs in zip(("output", "input", "gain", "mean", "variance"), found, *expected, strict=True):
+        assert_no_further(name, ours, true, theirs)
 
 
 def groups(rank: int, world: int) -> None:
@@ -363,14 +366,16 @@ def twice(rank: int, world: int) -> None:
 
 
 def compiled(rank: int, world: int) -> None:
-    """One graph, forward and backward, and the running statistics in it."""
-    for size in (5, 400 * (1 + rank)):  # so large, on one rank, that native code would run plain calls
-        _compiled(torch.randn(8, 3, 5, size))
+    """One graph, forward and backward, and the running statistics in it, also of fused forms and of a rank with nothing."""
+    for kind in (SyncBatchNorm, SyncBatchNormReLU2d):
+        for shape in ((8, 3, 5, 5), (8 * (rank == 0), 3, 5, 5)):
+            _compiled(kind, torch.randn(shape))
+    _compiled(SyncBatchNorm, torch.randn(8, 3, 5, 400 * (1 + rank)))  # where native code would run plain calls
 
 
-def _compiled(x: torch.Tensor) -> None:
+def _compiled(kind: Any, x: torch.Tensor) -> None:
     torch._dynamo.reset()
-    eager, traced = SyncBatchNorm(3), SyncBatchNorm(3)
+    eager, traced = kind(3), kind(3)
     graph = torch.compile(traced, backend="aot_eager", fullgraph=True)
     for _ in range(2):
         inputs = [x.clone().requires_grad_() for _ in range(2)]

@@ -13,28 +13,59 @@ import torch.utils.checkpoint
 import warpnorm
 
 COLS = 2048
+HEADS, HEAD_DIM = 8, 64
+IMAGES = (3, 8, 48, 48)
 ROOT = Path(__file__).resolve().parents[2]
 MODULES: dict[str, Any] = {
     "LayerNorm": lambda: warpnorm.nn.LayerNorm(COLS),
     "RMSNorm": lambda: warpnorm.nn.RMSNorm(COLS),
     "GatedRMSNorm": lambda: warpnorm.nn.GatedRMSNorm(COLS),
+    "AddLayerNorm": lambda: warpnorm.nn.AddLayerNorm(COLS),
+    "AdaLayerNorm": lambda: warpnorm.nn.AdaLayerNorm(COLS, elementwise_affine=True),
+    "QKNorm": lambda: warpnorm.nn.QKNorm(HEAD_DIM, 4, 2),
+    "BatchNorm2d": lambda: warpnorm.nn.BatchNorm2d(IMAGES[1]),
+    "BatchNormReLU2d": lambda: warpnorm.nn.BatchNormReLU2d(IMAGES[1]),
+    "GroupNormSiLU": lambda: warpnorm.nn.GroupNormSiLU(4, IMAGES[1]),
+}
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "GatedRMSNorm": ((4, COLS),) * 2,
+    "AddLayerNorm": ((4, COLS),) * 2,
+    "AdaLayerNorm": ((4, 3, COLS), (4, COLS), (4, COLS)),
+    "QKNorm": ((4, 5, HEADS, HEAD_DIM),),
+    **dict.fromkeys(("BatchNorm2d", "BatchNormReLU2d", "GroupNormSiLU"), (IMAGES,)),
 }
 
 
 def given(name: str) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(4, COLS) for _ in range(2 if name == "GatedRMSNorm" else 1)]
+    return [torch.randn(shape) for shape in SHAPES.get(name, ((4, COLS),))]
+
+
+def made(name: str) -> Any:
+    """For evaluation, which has a result for each sample; weights are not those that it begins with."""
+    module = MODULES[name]().eval()
+    torch.manual_seed(1)
+    for parameter in module.parameters():
+        torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return module
+
+
+def leaves_of(result: Any) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, tuple) else [result]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_functional_call(name: str) -> None:
-    module, tensors = MODULES[name](), given(name)
+    module, twin, tensors = made(name), made(name), given(name)
     doubled = {key: 2 * value.detach() for key, value in module.named_parameters()}
-    expected = 2 * module(*tensors)
-    torch.testing.assert_close(torch.func.functional_call(module, doubled, tuple(tensors)), expected)
+    twin.load_state_dict({**module.state_dict(), **doubled})
+    found = torch.func.functional_call(module, doubled, tuple(tensors))
+    for ours, right in zip(leaves_of(found), leaves_of(twin(*tensors)), strict=True):
+        assert torch.equal(ours, right)
 
     def total(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-        return torch.func.functional_call(module, parameters, tuple(tensors)).square().sum()
+        results = leaves_of(torch.func.functional_call(module, parameters, tuple(tensors)))
+        return torch.stack([result.square().sum() for result in results]).sum()
 
     by_func = torch.func.grad(total)(doubled)
     leaves = {key: value.clone().requires_grad_() for key, value in doubled.items()}
@@ -45,51 +76,86 @@ def test_functional_call(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODULES)
 def test_vjp_and_vmap(name: str) -> None:
-    module, tensors = MODULES[name](), given(name)
-    right, pull = torch.func.vjp(module, *tensors)
-    torch.testing.assert_close(right, module(*tensors))
+    module, tensors = made(name), given(name)
+    right, pull = torch.func.vjp(lambda *given: tuple(leaves_of(module(*given))), *tensors)
+    grads = [torch.ones_like(result) for result in right]
     leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    module(*leaves).backward(torch.ones_like(right))
-    for found, leaf in zip(pull(torch.ones_like(right)), leaves, strict=True):
+    plain = leaves_of(module(*leaves))
+    torch.testing.assert_close(list(right), plain)
+    torch.autograd.backward(plain, grads)
+    for found, leaf in zip(pull(tuple(grads)), leaves, strict=True):
         torch.testing.assert_close(found, leaf.grad, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(torch.func.vmap(module)(*tensors), right)
+    mapped = torch.func.vmap(lambda *given: module(*(tensor[None] for tensor in given)))(*tensors)
+    for found, expected in zip(leaves_of(mapped), plain, strict=True):
+        torch.testing.assert_close(found[:, 0], expected)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_gradient_for_each_sample(name: str) -> None:
+    """They add up to that of the batch."""
+    module, tensors = made(name), given(name)
+    parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+
+    def total(parameters: dict[str, torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+        results = leaves_of(torch.func.functional_call(module, {**parameters, **buffers}, given))
+        return torch.stack([result.square().sum() for result in results]).sum()
+
+    def of_sample(parameters: dict[str, torch.Tensor], *given: torch.Tensor) -> torch.Tensor:
+        return total(parameters, *(tensor[None] for tensor in given))
+
+    found = torch.func.vmap(torch.func.grad(of_sample), (None, *[0] * len(tensors)))(parameters, *tensors)
+    right = torch.func.grad(total)(parameters, *tensors)
+    for key, of_all in right.items():
+        assert found[key].shape == (tensors[0].shape[0], *of_all.shape)
+        torch.testing.assert_close(found[key].sum(0), of_all, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_deterministic_algorithms(name: str) -> None:
-    module, tensors = MODULES[name](), given(name)
-    right = module(*tensors)
+    module, tensors = made(name), given(name)
+    right = leaves_of(module(*tensors))
     torch.use_deterministic_algorithms(True)
     try:
-        found = module(*tensors)
-        found.sum().backward()
+        found = leaves_of(module(*tensors))
+        torch.stack([result.sum() for result in found]).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
-    assert torch.equal(found, right)
+    for ours, expected in zip(found, right, strict=True):
+        assert torch.equal(ours, expected)
 
 
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("name", MODULES)
-def test_inference_mode(name: str) -> None:
-    module, tensors = MODULES[name](), given(name)
-    right = module(*tensors).detach()
+def test_inference_mode_first(name: str, is_training: bool) -> None:
+    """The first call of all is in it, on tensors that were made in it; gradients may come later."""
+    module, twin = made(name).train(is_training), made(name).train(is_training)
     with torch.inference_mode():
-        found = module(*[tensor.clone() for tensor in tensors])
-    assert torch.equal(found, right)
-    assert found.is_inference()
+        found = leaves_of(module(*given(name)))
+    tensors = given(name)
+    for ours, right in zip(found, leaves_of(twin(*tensors)), strict=True):
+        assert torch.equal(ours, right)
+        assert ours.is_inference()
+    grads = []
+    for one in (module, twin):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        torch.stack([result.square().sum() for result in leaves_of(one(*leaves))]).sum().backward()
+        grads.append([tensor.grad for tensor in (*leaves, *one.parameters())])
+    assert all(a.equal(b) for a, b in zip(*grads, strict=True))
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_built_on_the_meta_device(name: str) -> None:
     torch.set_default_device("meta")
     try:
-        module = MODULES[name]()
+        module = MODULES[name]().eval()
         assert all(parameter.is_meta for parameter in module.parameters())
-        assert module(*given(name)).is_meta
+        assert all(result.is_meta for result in leaves_of(module(*given(name))))
     finally:
         torch.set_default_device(None)  # type: ignore[arg-type]
     module = module.to_empty(device="cpu")
-    module.load_state_dict(MODULES[name]().state_dict())
-    assert torch.equal(module(*given(name)), MODULES[name]()(*given(name)))
+    module.load_state_dict(made(name).state_dict())
+    for found, right in zip(leaves_of(module(*given(name))), leaves_of(made(name)(*given(name))), strict=True):
+        assert torch.equal(found, right)
 
 
 def test_checkpoint_of_a_fused_function() -> None:

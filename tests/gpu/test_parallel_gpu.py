@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import ranks
+from accuracy import assert_no_further
 from warpnorm import parallel
 from warpnorm.nn import SyncBatchNormReLU2d
 from warpnorm.norms import BATCH_NORM, LAYER_NORM, RMS_NORM, Norm
@@ -69,21 +70,25 @@ def test_one_rank_by_nccl(
     (output,), _ = split.normalize(call_of(norm, x), [x, *spread], None, True)
     grad = torch.randn_like(output)
     found = torch.autograd.grad(output, [x, *parameters], grad)
-    wide = [t.detach().double().requires_grad_() for t in (x, *parameters)]
-    expected = plain(norm, *wide)
-    truth = torch.autograd.grad(expected, wide, grad.double())
-    for name, ours, true in zip(
-        ("output", "grad_input", "grad_weight", "grad_bias"), (output, *found), (expected, *truth), strict=False
-    ):
-        off = float((ours.double() - true).norm() / true.norm())
-        allowed = torch.finfo(dtype if name in ("output", "grad_input") else torch.float32).eps
-        assert off < 4 * allowed, f"{name}: {off:.1e}"
+    expected = []
+    for kind in (torch.float64, torch.float32):
+        leaves = [t.detach().to(kind, copy=True).requires_grad_() for t in (x, *parameters)]
+        alone = plain(norm, *leaves)
+        expected.append([alone, *torch.autograd.grad(alone, leaves, grad.to(kind))])
+    names = ("output", "grad_input", "grad_weight", "grad_bias")
+    for name, ours, true, torchs in zip(names, (output, *found), *expected, strict=False):
+        assert_no_further(name, ours, true, torchs.to(ours.dtype))
 
 
 def whole_and_part(rank: int, *shape: int) -> tuple[torch.Tensor, torch.Tensor]:
     x = torch.randn(*shape, device="cuda")
     cut = shape[0] // 3
     return x, x[:cut] if rank == 0 else x[cut:]
+
+
+def assert_all(found: list[Any], truth: list[Any], theirs: list[Any]) -> None:
+    for k, (ours, true, torchs) in enumerate(zip(found, truth, theirs, strict=True)):
+        assert_no_further(f"{k}", ours, true, torchs)
 
 
 def batches(rank: int, world: int) -> None:
@@ -93,20 +98,21 @@ def batches(rank: int, world: int) -> None:
         residual, of_mine = whole_and_part(rank, 12, 16, 24, 24)
         if is_channels_last:
             mine, of_mine = (t.to(memory_format=torch.channels_last) for t in (mine, of_mine))
-        norm, alone = SyncBatchNormReLU2d(16).cuda(), torch.nn.BatchNorm2d(16).cuda().double()
+        norm = SyncBatchNormReLU2d(16).cuda()
         leaves = [t.detach().clone().requires_grad_() for t in (mine, of_mine)]
         output = norm(*leaves)
         assert "SplitNormalization" in type(output.grad_fn).__name__
         output.square().sum().backward()
-        wide = [t.double().requires_grad_() for t in (x, residual)]
-        expected = F.relu(alone(wide[0]) + wide[1])
-        expected.square().sum().backward()
         part = slice(0, 4) if rank == 0 else slice(4, None)
-        torch.testing.assert_close(output.double(), expected[part], rtol=1e-4, atol=1e-5)
-        for ours, theirs in zip(leaves, wide, strict=True):
-            torch.testing.assert_close(ours.grad.double(), theirs.grad[part], rtol=1e-3, atol=1e-4)
-        for name in ("running_mean", "running_var"):
-            torch.testing.assert_close(getattr(norm, name).double(), getattr(alone, name), rtol=1e-5, atol=1e-6)
+        found = [output, *(leaf.grad for leaf in leaves), norm.running_mean, norm.running_var]
+        expected = []
+        for kind in (torch.float64, torch.float32):
+            alone = torch.nn.BatchNorm2d(16, device="cuda", dtype=kind)
+            wide = [t.to(kind, copy=True).requires_grad_() for t in (x, residual)]
+            theirs = F.relu(alone(wide[0]) + wide[1])
+            theirs.square().sum().backward()
+            expected.append([theirs[part], *(t.grad[part] for t in wide), alone.running_mean, alone.running_var])
+        assert_all(found, *expected)
 
 
 def columns(rank: int, world: int) -> None:
@@ -118,12 +124,13 @@ def columns(rank: int, world: int) -> None:
         output = shared(leaves[0], leaves[0].shape[-1:], leaves[1], eps=EPS)
         assert "SplitNormalization" in type(output.grad_fn).__name__
         output.pow(3).sum().backward()
-        wide = [t.double().requires_grad_() for t in (x, weight)]
-        expected = plain_norm(wide[0], (3000,), wide[1], eps=EPS)
-        expected.pow(3).sum().backward()
-        torch.testing.assert_close(output.double(), expected[..., part], rtol=1e-4, atol=1e-5)
-        for ours, theirs in zip(leaves, wide, strict=True):
-            torch.testing.assert_close(ours.grad.double(), theirs.grad[..., part], rtol=1e-3, atol=1e-2)
+        expected = []
+        for kind in (torch.float64, torch.float32):
+            wide = [t.to(kind, copy=True).requires_grad_() for t in (x, weight)]
+            theirs = plain_norm(wide[0], (3000,), wide[1], eps=EPS)
+            theirs.pow(3).sum().backward()
+            expected.append([t[..., part] for t in (theirs, *(leaf.grad for leaf in wide))])
+        assert_all([output, *(leaf.grad for leaf in leaves)], *expected)
 
 
 def test_two_ranks_by_gloo(tmp_path: Path) -> None:

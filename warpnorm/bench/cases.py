@@ -16,6 +16,7 @@ EPS = 1e-5
 MOMENTUM = 0.1
 NUM_GROUPS = 32
 FLOAT8_SCALE = 0.0625
+DROPOUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Workload:
     have the dtype of computation. `exact` is the function in primitive operators, for the truth in float64.
 
     Parameters that are no vectors have `parameter_shapes`, by the width. `rivals` are those to compare with, where not all
-    are."""
+    are. Where it `is_drawn`, the first tensor is dropped out and added to the last, which the last output is; `exact` is
+    also given what was kept."""
 
     name: str
     function: Callable[..., Any]
@@ -46,6 +48,7 @@ class Workload:
     samples: int = 0
     parameter_shapes: Callable[[int], Sequence[tuple[int, ...]]] | None = None
     rivals: tuple[str, ...] | None = None
+    is_drawn: bool = False
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -176,11 +179,26 @@ def _scaled(xhat: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
     return xhat * weight.view(by_channel) + bias.view(by_channel)
 
 
+def _dropout_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return add_rms_norm(F.dropout(x, DROPOUT), residual, weight)
+
+
+def _exact_dropout_add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, kept: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return add_rms_norm(x * kept / (1 - DROPOUT), residual, weight)
+
+
 # Backward of the sum needs no more than the sum, and gives both of its terms the same gradient.
 RMS = Workload("rms_norm", _rms_norm, 1, 1, 2, 3)
 LAYER = Workload("layer_norm", _layer_norm, 1, 2, 2, 3)
 ADD_RMS = Workload("add_rms_norm", add_rms_norm, 2, 1, 4, 4)
 ADD_LAYER = Workload("add_layer_norm", _add_layer_norm, 2, 2, 4, 4)
+DROPOUT_ADD_RMS = Workload(
+    "dropout_add_rms_norm", _dropout_add_rms_norm, 2, 1, 4, 5, exact=_exact_dropout_add_rms_norm, is_drawn=True
+)
 SWISH_LAYER = Workload("swish_layer_norm", _swish_layer_norm, 2, 2, 3, 5)
 GELU_RMS = Workload("gelu_rms_norm", _gelu_rms_norm, 1, 2, 2, 3)
 GATED_RMS = Workload("gated_rms_norm", _gated_rms_norm, 2, 1, 3, 5)
@@ -264,6 +282,7 @@ SMALL_WIDTHS = (256, 512, 1024, 2048, 4096)
 FUSED = (
     (ADD_RMS, "the residual stream before each norm of a language model"),
     (ADD_LAYER, "the same of a vision transformer"),
+    (DROPOUT_ADD_RMS, "the same in training with dropout"),
     (SWISH_LAYER, "a gate and a norm"),
     (GELU_RMS, "an activation with a bias, and a norm"),
     (GATED_RMS, "a norm and a gate, of state space models"),

@@ -77,6 +77,8 @@ class Subject:
 
     def _results(self, forward: Forward) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         workload, picked = self.case.workload, self._picked()
+        if workload.is_drawn:
+            return self._drawn(forward, picked)
         has_own_vectors = workload.parameter_dim == workload.part_dim
 
         def of_full(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -103,6 +105,32 @@ class Subject:
         outputs = _several(forward(*leaves, *_copies(self.buffers)))
         gradients = torch.autograd.grad(outputs, leaves, [self._laid_out(g) for g in grads])
         return [*whole, *gradients], [*exact[: len(few)], *exact]
+
+    def _drawn(self, forward: Forward, picked: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The same where something is dropped out. What was kept is read off the results: forward where the last output is
+        not the last tensor, which misses no more than a rounding; backward where the gradient of the first is not zero."""
+        few, grads = ([t[picked] for t in tensors] for tensors in (self.full, self.grads))
+
+        def truths(kept: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            wide = _leaves([t.double() for t in (*few, *self.parameters)])
+            return wide, _several(self.case.workload.exact(*wide, kept.double()))  # type: ignore[misc]
+
+        if self.case.direction == FORWARD:
+            outputs = [output[picked] for output in self._forward(forward, ())]
+            return outputs, [truth.detach() for truth in truths(outputs[-1] != few[-1])[1]]
+        found: list[torch.Tensor] = []
+        right: list[torch.Tensor] = []
+        for tensors, of_outputs, part in ((self.full, self.grads, picked), (few, grads, slice(None))):
+            leaves = _leaves([*tensors, *self.parameters])
+            gradients = torch.autograd.grad(_several(forward(*leaves)), leaves, of_outputs)
+            mine = [gradient[part] for gradient in gradients[: len(few)]]
+            wide, results = truths(mine[0] != 0)
+            exact = torch.autograd.grad(results, wide, [g.double() for g in grads])
+            # gradients of what the slices share are sums over all of them: checked on the few
+            shared = gradients[len(few) :] if tensors is few else ()
+            found += [*mine, *shared]
+            right += exact[: len(mine) + len(shared)]
+        return found, right
 
     def _picked(self) -> torch.Tensor:
         """Slices at the start and the end of the input, so that both ends of the grid are looked at."""

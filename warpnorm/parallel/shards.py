@@ -194,3 +194,4 @@ def _shown(tensor: Any) -> str:
 functional.on_shards = run  # which is below this file, and does not know it
 library.on_shards = rules.register
 compiled.on_shards = rules.takes
+compiled.SHARED = (parallel.batch_norm, parallel.layer_norm, parallel.rms_norm)

@@ -78,6 +78,9 @@ def normalize(
     call: Call, operands: Operands, group: Any, takes_kernels: bool
 ) -> tuple[tuple[torch.Tensor, ...], exchange.Merged]:
     """The outputs, differentiable, and the statistics of whole rows. One collective, and one backward."""
+    if torch.compiler.is_compiling():  # a fused function's mode would be traced once more, in backward
+        with torch._C.DisableTorchFunction():
+            return composite.composite(call, operands, group)
     if not takes_kernels:
         return composite.composite(call, operands, group)
     views = [View.of(operand) for operand in operands]

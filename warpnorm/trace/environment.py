@@ -90,11 +90,10 @@ _reads: tuple[dict[int, Reads], dict[int, Reads]] = ({}, {})  # without and with
 def read(function: Callable[..., Any], owner: object = _Nothing) -> Environment:
     """All that `function` depends on besides its arguments, as it is now. `owner` is its `self`, if it has one."""
     tensors: list[torch.Tensor] = []
-    if type(function) is FunctionType:
-        return Environment(_Reader(tensors).function(function, owner), tuple(tensors))
-    bound = function if owner is _Nothing else MethodType(function, owner)
+    reader, bound = _Reader(tensors), function if owner is _Nothing else MethodType(function, owner)
     try:
-        return Environment(_Reader(tensors).called(bound), tuple(tensors))
+        key = reader.function(function, owner) if isinstance(function, FunctionType) else reader.called(bound)
+        return Environment(key, tuple(tensors))
     except (_UnkeyableError, RecursionError) as error:
         raise FusionError(_complaint(error, "the function", bound)) from None
 
@@ -244,7 +243,7 @@ class _Reader:
             return function, self.function(wrapped, owner)
         inner = [_content(cell) for cell in function.__closure__ or ()]
         keys = [self.key(value) for value in inner if isinstance(value, (FunctionType, MethodType, nn.Module))]
-        return function, tuple(keys), self.key(owner)
+        return function, tuple(keys), self.module(owner, True) if isinstance(owner, nn.Module) else self.key(owner)
 
     def uses(self, reads: Reads, name: str, value: Any, uses: Iterable[Use]) -> Hashable:
         code = reads.code
@@ -312,13 +311,25 @@ class _Reader:
         items = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]
         return self.kind(type(value)), tuple([self.key(item) for item in items])
 
-    def module(self, value: nn.Module) -> Hashable:
-        """All that it holds, for what is done with it cannot be told."""
+    def module(self, value: nn.Module, is_owner: bool = False) -> Hashable:
+        """All that it holds, for what is done with it cannot be told. Hooks of an owner run around its fused `forward`, and
+        one of our own classes does not read what others keep in it, such as `fully_shard`."""
         if again := self.again(value):
             return again
-        _refuse_hooks(value)
-        state = vars(value)
-        entries = [(name, self.key(item)) for name, item in state.items() if name not in MODULE_STATE]
+        if not is_owner:
+            _refuse_hooks(value)
+        state, is_ours = vars(value), is_owner and _trusted(type(value).__module__)
+        entries = []
+        for name, item in state.items():
+            if name not in MODULE_STATE:
+                before = len(self.tensors), len(self.met)
+                try:
+                    entries.append((name, self.key(item)))
+                except (_UnkeyableError, FusionError):
+                    if not is_ours:
+                        raise
+                    del self.tensors[before[0] :]
+                    self.met = {place: known for place, known in self.met.items() if known[0] < before[1]}
         for group in ("_parameters", "_buffers", "_modules"):
             entries += [(name, self.key(item)) for name, item in state[group].items()]
         return self.kind(type(value)), value.training, tuple(entries)

@@ -111,8 +111,14 @@ class Request:
 
 
 def capture_call(request: Request) -> Captured:
-    """What is kept for gradients meanwhile is nobody's: a checkpoint would count it, and find less the second time."""
-    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+    """What is kept for gradients meanwhile is nobody's: a checkpoint would count it, and find less the second time. In
+    inference mode views and casts do not come to the recorder, so a capture is not in it."""
+    has_gradients = torch.is_grad_enabled()
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(has_gradients),
+        torch.autograd.graph.saved_tensors_hooks(_itself, _itself),
+    ):
         return by_stand_ins(request) or by_symbols(request)
 
 

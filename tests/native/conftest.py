@@ -1,6 +1,6 @@
 """The contracts of the kernels by native code: what they promise holds on a CPU too. Memory is poisoned with NaN.
 
-Nearly every case is compiled, so that a run has a twelfth of the contracts' cases; WARPNORM_TEST_ALL=1 has all."""
+Nearly every case is compiled, so that a run has a sixteenth of the contracts' cases; WARPNORM_TEST_ALL=1 has all."""
 
 from collections.abc import Iterator
 

@@ -141,6 +141,7 @@ def test_mailboxes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What ends each table that begins empty: a test above or in test_memory_flat.py, or that few things are in it
 TABLES = {
+    "warpnorm.blocks._queries": "numbers of heads, and devices",
     "warpnorm.codegen.cache._modules": "test_generated_modules",
     "warpnorm.cpu.build._libraries": "test_libraries_that_nobody_has_are_closed",
     "warpnorm.cpu.memory._kept": "WARPNORM_KEEP_MB",

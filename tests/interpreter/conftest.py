@@ -17,7 +17,7 @@ if not settings.is_interpreting():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "interpreter", ("test_contracts.py", "test_channels.py"), one_in=16)
+    select(config, items, "interpreter", ("test_contracts.py", "test_channels.py"), one_in=20)
 
 
 @pytest.fixture

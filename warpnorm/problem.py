@@ -293,11 +293,6 @@ class Problem:
         return is_computed or any(operand.dtype.itemsize > 2 for operand in self.varying)
 
     @property
-    def has_low(self) -> bool:
-        """Whether the mean of a piece of a row is told in two parts: one has the values' own digits, and no more."""
-        return self.has_long_mantissas
-
-    @property
     def has_vectors(self) -> bool:
         return all(o.has_vectors and self.cols_divisor * o.dtype.itemsize >= VECTOR_BYTES for o in self.varying)
 

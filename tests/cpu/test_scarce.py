@@ -1,18 +1,16 @@
 """Memory that ends in the middle of a call: PyTorch's error, and nothing has changed."""
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import warpnorm
+from kernel_contracts.scarce_contract import Allocations
 from warpnorm import pipeline, settings
 from warpnorm.cpu import build
 
@@ -36,24 +34,6 @@ SCARCE = [
     Scarce("channels_last", True, False, "across rows: running statistics are written before the results"),
     Scarce("fused", False, True, "elements of a row are kept"),
 ]
-
-
-class Allocations:
-    """The one with this number fails, if there are so many."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.failing, self.seen = -1, 0
-        for name in ("empty", "zeros", "empty_like"):
-            monkeypatch.setattr(torch, name, partial(self.allocate, getattr(torch, name)))
-
-    def allocate(self, make: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-        self.seen += 1
-        if self.seen - 1 == self.failing:
-            raise torch.OutOfMemoryError(f"allocation {self.failing}")
-        return make(*args, **kwargs)
-
-    def fail(self, which: int) -> None:
-        self.failing, self.seen = which, 0
 
 
 @pytest.mark.parametrize("case", SCARCE, ids=lambda c: c.name)

@@ -65,10 +65,13 @@ class Allocations:
             raise torch.OutOfMemoryError(f"allocation {self.failing}")
         return make(*args, **kwargs)
 
+    def fail(self, which: int) -> None:
+        self.failing, self.seen = which, 0
+
     def until_done(self, work: Callable[[], Any], unchanged: Callable[[], None], least: int) -> Any:
         """Of `work` with one failure at each allocation, then with none."""
         for which in count():
-            self.failing, self.seen = which, 0
+            self.fail(which)
             try:
                 found = work()
             except torch.OutOfMemoryError:

@@ -329,8 +329,7 @@ def _walk(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
         raise ValueError("on AMD's GPUs programs cannot wait for each other: each task needs a launch of its own")
     constants = {"COMPUTE": COMPUTE[problem.compute], "BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols}
     constants |= {"IS_WALKED": plan.is_walked, "STAGES": plan.stages, "HAS_PIECES": problem.has_pieces}
-    constants |= {"IS_CORRECTED": problem.has_long_mantissas, "HAS_LOW": problem.has_low}
-    constants["HAS_STATISTIC"] = problem.norm.is_computed
+    constants |= {"IS_CORRECTED": problem.has_long_mantissas, "HAS_STATISTIC": problem.norm.is_computed}
     is_joint = plan.tasks == JOINT
     merge_cols = LARGEST_MERGE if is_joint else min(MERGED, 8 * plan.warps**3) // merge_rows(plan)
     constants |= {"MERGE_ROWS": merge_rows(plan), "MERGE_COLS": merge_cols, "MERGES": is_joint}
@@ -348,7 +347,7 @@ def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Seq
     word = Argument(f"*i{8 * problem.compute.itemsize}", ALIGNED)
     pair = (word, word) if problem.has_tasks else ()
     is_backward = isinstance(problem, BackwardProblem)
-    more = (word,) * len(arguments["merged_ptrs"]) if is_backward else pair[: problem.has_low]
+    more = (word,) * len(arguments["merged_ptrs"]) if is_backward else pair[: problem.has_long_mantissas]
     geometry = _geometry(problem, tensors)
     offset = _number_type(problem)
     divisor = min(problem.rows_divisor, plan.block_rows)

@@ -70,10 +70,10 @@ def line_statistics(
     operands, strides, sizes, row_offsets, row_mask, first, steps, width, cols, spans,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_CORRECTED: tl.constexpr, HAS_LOW: tl.constexpr,
+    IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_CORRECTED: tl.constexpr,
     STAGES: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """(mean, M2) of the lines of a tile, and with HAS_LOW what the mean is rounded off by."""
+    """(mean, M2) of the lines of a tile, and where the mean is corrected what it is rounded off by."""
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
     lanes = tl.arange(0, BLOCK_COLS)
     if IS_WALKED:
@@ -103,10 +103,7 @@ def line_statistics(
             means = state[0] + tl.where(counts > 0.0, block - pivot[:, None], 0.0)
             mean, squares = merge_lanes((means, state[1]), counts, width, True)
             moved = mean + pivot
-            if HAS_LOW:
-                return moved, squares, rounded_off(pivot, mean, moved)
-            else:
-                return moved, squares
+            return moved, squares, rounded_off(pivot, mean, moved)
         else:
             return merge_lanes(state, counts, width, False)
     else:
@@ -114,7 +111,7 @@ def line_statistics(
             operands, strides, sizes, row_offsets, row_mask, lines, first + lanes, cols,
             LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
         )  # fmt: skip
-        return tile_squares(c, place[3], width, IS_CORRECTED, HAS_LOW)
+        return tile_squares(c, place[3], width, IS_CORRECTED)
 
 
 @triton.jit
@@ -137,7 +134,7 @@ def write_tile(
     EPILOGUE: tl.constexpr, STORE: tl.constexpr, HAS_STATISTIC: tl.constexpr, STATISTICS: tl.constexpr,
     HAS_RUNNING: tl.constexpr, COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, MERGE_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
-    HAS_LOW: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr, MERGES: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr, MERGES: tl.constexpr,
 ):  # fmt: skip
     """The last task of forward. With MERGES, every program merges the statistics of its rows itself."""
     HAS_ONE: tl.constexpr = BLOCK_ROWS == 1
@@ -156,7 +153,7 @@ def write_tile(
                 mine, numbers = rows_of_tile(unit, row_numbers, layout, BLOCK_ROWS)
                 found = merged_statistics(
                     piece_ptrs, unit, mine, row_mask, first_tasks, layout, cols, eps,
-                    COMPUTE, WAITS, HAS_PIECES, BLOCK_ROWS, MERGE_COLS, HAS_LOW, IS_WALKED, True,
+                    COMPUTE, WAITS, HAS_PIECES, BLOCK_ROWS, MERGE_COLS, IS_CORRECTED, IS_WALKED, True,
                 )  # fmt: skip
                 pair = found[0], found[1]
                 if part == 0:
@@ -192,12 +189,12 @@ def column_forward_kernel(
     HAS_RUNNING: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_CORRECTED: tl.constexpr, HAS_LOW: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr,
     WAITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, MERGES: tl.constexpr,
     IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """HAS_LOW: a line sends its mean in two parts, of twice the digits: of many short lines, far from zero, what the means
-    are rounded off by would be a variance of its own."""
+    """IS_CORRECTED: a line also sends what its mean is rounded off by, which of many short lines, far from zero, would be a
+    variance of its own."""
     begin(IS_CHAINED)
     if HAS_FIRST:
         task, unit, number = task_of(order, reciprocals)
@@ -205,7 +202,7 @@ def column_forward_kernel(
             merge_statistics(
                 piece_ptrs, row_ptrs, statistic_ptrs, running_ptrs, factors, unit, number, statistics, first_tasks, layout,
                 cols, eps,
-                STATISTICS, HAS_RUNNING, COMPUTE, WAITS, HAS_PIECES, BLOCK_ROWS, MERGE_ROWS, MERGE_COLS, HAS_LOW,
+                STATISTICS, HAS_RUNNING, COMPUTE, WAITS, HAS_PIECES, BLOCK_ROWS, MERGE_ROWS, MERGE_COLS, IS_CORRECTED,
                 IS_WALKED,
             )  # fmt: skip
         elif task == FIRST:
@@ -217,15 +214,15 @@ def column_forward_kernel(
                 found = line_statistics(
                     operands, strides, sizes, row_offsets, row_mask, first, steps, width, cols, spans,
                     LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_WALKED, IS_EXACT,
-                    IS_CORRECTED, HAS_LOW, STAGES, "evict_last",
+                    IS_CORRECTED, STAGES, "evict_last",
                 )  # fmt: skip
-                send_lines(piece_ptrs, unit, number, order, found, row_mask, 3 if HAS_LOW else 2, BLOCK_ROWS)
+                send_lines(piece_ptrs, unit, number, order, found, row_mask, 3 if IS_CORRECTED else 2, BLOCK_ROWS)
         elif HAS_LAST and task == LAST:
             write_tile(
                 unit, number, operands, outputs, piece_ptrs, row_ptrs, statistic_ptrs, strides, sizes, rows, layout, order,
                 reciprocals, cols, spans, first_tasks, eps, running_ptrs, factors,
                 LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE, STORE, HAS_STATISTIC, STATISTICS, HAS_RUNNING,
-                COMPUTE, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, HAS_FULL_BLOCKS, IS_EXACT, HAS_LOW, IS_WALKED,
+                COMPUTE, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_CORRECTED, IS_WALKED,
                 STAGES, WAITS, MERGES,
             )  # fmt: skip
     else:
@@ -234,7 +231,7 @@ def column_forward_kernel(
             unit, number, operands, outputs, piece_ptrs, row_ptrs, statistic_ptrs, strides, sizes, rows, layout, order,
             reciprocals, cols, spans, first_tasks, eps, running_ptrs, factors,
             LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, EPILOGUE, STORE, HAS_STATISTIC, STATISTICS, HAS_RUNNING,
-            COMPUTE, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, HAS_FULL_BLOCKS, IS_EXACT, HAS_LOW, IS_WALKED,
+            COMPUTE, HAS_PIECES, BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_CORRECTED, IS_WALKED,
             STAGES, WAITS, MERGES,
         )  # fmt: skip
 

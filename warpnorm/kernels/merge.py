@@ -65,11 +65,11 @@ def items_of(
 
 @triton.jit
 def receive_lines(
-    piece_ptrs, offsets, mask, COMPUTE: tl.constexpr, WAITS: tl.constexpr, HAS_LOW: tl.constexpr
+    piece_ptrs, offsets, mask, COMPUTE: tl.constexpr, WAITS: tl.constexpr, IS_CORRECTED: tl.constexpr
 ):  # fmt: skip
-    """(mean, M2) of lines, and what the mean is rounded off by; with HAS_LOW that of float32 is one number in float64."""
+    """(mean, M2) of lines, and what the mean is rounded off by, if it is told: that of float32 is one number in float64."""
     words = ask(piece_ptrs, offsets, mask, WAITS)
-    if HAS_LOW:
+    if IS_CORRECTED:
         word = ask_one(piece_ptrs[2] + offsets, mask, WAITS)
         mean, squares = receive(words, piece_ptrs, offsets, mask, COMPUTE, WAITS)
         low = receive_one(word, piece_ptrs[2] + offsets, mask, COMPUTE, WAITS)
@@ -86,21 +86,21 @@ def receive_lines(
 def merged_statistics(
     piece_ptrs, unit, rows, row_mask, first_tasks, layout, cols, eps,
     COMPUTE: tl.constexpr, WAITS: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    MERGE_COLS: tl.constexpr, HAS_LOW: tl.constexpr, IS_WALKED: tl.constexpr, IS_ONE: tl.constexpr,
+    MERGE_COLS: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_WALKED: tl.constexpr, IS_ONE: tl.constexpr,
 ):  # fmt: skip
     """Of rows of a unit, from those of their pieces. Where these are more than one block of lanes (not IS_ONE), lanes merge
-    one after another by Chan's formula. Then the lanes are merged. Means in two parts (HAS_LOW) stay in float64, those of
-    float64 in two parts."""
-    IS_PAIR: tl.constexpr = HAS_LOW and COMPUTE == tl.float64
+    one after another by Chan's formula. Then the lanes are merged. Means in two parts (IS_CORRECTED) are float64, and those
+    of float64 in two parts."""
+    IS_PAIR: tl.constexpr = IS_CORRECTED and COMPUTE == tl.float64
     if IS_ONE:
         offsets, mask, widths = items_of(
             unit, rows, row_mask, 0, first_tasks, layout, cols,
             HAS_PIECES, BLOCK_ROWS, MERGE_COLS, IS_WALKED,
         )  # fmt: skip
         total = widths.to(COMPUTE)
-        mean, squares, low = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
+        mean, squares, low = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, IS_CORRECTED)
     else:
-        mean = tl.zeros((rows.shape[0], MERGE_COLS), tl.float64 if HAS_LOW else COMPUTE)
+        mean = tl.zeros((rows.shape[0], MERGE_COLS), tl.float64 if IS_CORRECTED else COMPUTE)
         low = tl.zeros_like(mean)
         squares = tl.zeros((rows.shape[0], MERGE_COLS), COMPUTE)
         total = tl.zeros((1, MERGE_COLS), COMPUTE)
@@ -112,7 +112,9 @@ def merged_statistics(
             count = widths.to(COMPUTE)
             total += count
             ratio = tl.where(count > 0, mean_of(count, tl.where(count > 0, total, 1.0)), 0.0)
-            their_mean, their_squares, their_low = receive_lines(piece_ptrs, offsets, mask, COMPUTE, WAITS, HAS_LOW)
+            their_mean, their_squares, their_low = receive_lines(
+                piece_ptrs, offsets, mask, COMPUTE, WAITS, IS_CORRECTED
+            )
             away = their_mean - mean
             if IS_PAIR:
                 is_first = mask & (total == count)  # of its lane, and keeps both parts
@@ -139,7 +141,7 @@ def merged_statistics(
     # There may be many lanes, each of few values, whose means are larger than the mean of all
     wide = tl.sum(total.to(tl.float64) * mean.to(tl.float64), 1) / count_of_row
     merged = wide.to(COMPUTE)
-    if HAS_LOW:
+    if IS_CORRECTED:
         deviation = (mean - wide[:, None]).to(COMPUTE)
         variance = mean_of(tl.sum(squares + total * deviation * deviation, 1), count_of_row)
     else:
@@ -166,13 +168,13 @@ def merge_statistics(
     eps,
     STATISTICS: tl.constexpr, HAS_RUNNING: tl.constexpr, COMPUTE: tl.constexpr, WAITS: tl.constexpr,
     HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, MERGE_ROWS: tl.constexpr,
-    MERGE_COLS: tl.constexpr, HAS_LOW: tl.constexpr, IS_WALKED: tl.constexpr,
+    MERGE_COLS: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_WALKED: tl.constexpr,
 ):  # fmt: skip
     """The second task of forward."""
     rows, row_numbers, row_mask = rows_to_merge(unit, number, layout, statistics, MERGE_ROWS)
     found = merged_statistics(
         piece_ptrs, unit, rows, row_mask, first_tasks, layout, cols, eps,
-        COMPUTE, WAITS, HAS_PIECES, BLOCK_ROWS, MERGE_COLS, HAS_LOW, IS_WALKED, False,
+        COMPUTE, WAITS, HAS_PIECES, BLOCK_ROWS, MERGE_COLS, IS_CORRECTED, IS_WALKED, False,
     )  # fmt: skip
     send(row_ptrs[0] + row_numbers, found[0], row_mask)
     send(row_ptrs[1] + row_numbers, found[1], row_mask)

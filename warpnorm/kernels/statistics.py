@@ -211,18 +211,15 @@ def end_walk(state, lanes, cols, eps, IS_CENTERED: tl.constexpr, BLOCK_COLS: tl.
 
 
 @triton.jit
-def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr, HAS_LOW: tl.constexpr = False):
-    """(mean, M2) of lines held in registers, in two steps; with HAS_LOW also what the mean is rounded off by."""
+def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr):
+    """(mean, M2) of lines held in registers, in two steps; if corrected also what the mean is rounded off by."""
     mean = mean_of(tl.sum(tl.where(mask, c, 0.0), 1), cols)
     deviation = tl.where(mask, c - mean[:, None], 0.0)
     squares = tl.sum(deviation * deviation, 1)
     if IS_CORRECTED:
-        if HAS_LOW:
-            off = wide_sum(deviation)
-            high, squares = corrected(mean, squares, off.to(mean.dtype), cols)
-            return high, squares, ((mean.to(tl.float64) - high.to(tl.float64)) + off / cols).to(mean.dtype)
-        else:
-            return corrected(mean, squares, tl.sum(deviation, 1), cols)
+        off = wide_sum(deviation)
+        high, squares = corrected(mean, squares, off.to(mean.dtype), cols)
+        return high, squares, ((mean.to(tl.float64) - high.to(tl.float64)) + off / cols).to(mean.dtype)
     else:
         return mean, squares
 

@@ -41,7 +41,7 @@ class ColumnForwardLaunch:
         lead = lead_of(operands)
         statistics = empty_statistics(problem, space.statistics, lead.device, is_apart)
         with on_device(lead):
-            words = _words(plan, space, problem, lead.device, int(problem.has_low))
+            words = _words(plan, space, problem, lead.device, int(problem.has_long_mantissas))
             arguments = (tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)), *words, statistics)
             averaged: tuple[Any, ...] = ((), ()) if running is None else running.arguments
             for of_step, order, programs in grid.column(plan, self.last, space, problem.has_tasks):

@@ -14,6 +14,7 @@ import gpt
 import resnet
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # here, for loaded later its defaults would hold the process group past its end
 import torch.nn.functional as F
 from torch import Tensor
 from training import Draw

@@ -192,7 +192,7 @@ class Fused:
         around = environment.read(function) if owner is NOTHING else environment.read(function, owner)
         places = tuple([_key(tensor, tensors) for tensor in around.tensors])
         given = args if owner is NOTHING else (owner, *args)
-        modes = (torch.get_default_dtype(), _autocast(tensors), torch.is_grad_enabled(), exchange.initialized())
+        modes = (torch.get_default_dtype(), _autocast(tensors), torch.is_grad_enabled(), exchange.present())
         return Request(given, kwargs, tensors, (key, around.key, places, modes))
 
     def prepare(self, request: Request) -> Prepared:

@@ -1,6 +1,7 @@
 """LayerNorm and RMSNorm over a hidden dimension that ranks share, against one process that has all of it: values, gradients,
 training, fused forms, collectives, and what is refused."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -282,7 +283,31 @@ def refused(rank: int, world: int) -> None:
         parallel.LayerNorm((4, 5))
 
 
-CHECKS = (parity, training, collectives, fused, twice, refused, halves, compiled)
+def ended(rank: int, world: int) -> None:
+    """Nothing here holds a process group that was destroyed, for its threads would run on."""
+    group = dist.new_group()
+    held = weakref.ref(group)
+    _used(group, 8 * world)
+    dist.destroy_process_group(group)
+    del group
+    assert held() is None
+
+
+def _used(group: Any, cols: int) -> None:
+    """By norms of each kind, alone and fused, with gradients."""
+    fused = warpnorm.fuse(lambda x, y: F.silu(parallel.rms_norm(x + y, x.shape[-1:], eps=EPS, group=group)))
+    batch, own = (
+        warpnorm.nn.SyncBatchNorm(4, process_group=group),
+        warpnorm.nn.SyncBatchNormReLU2d(4, process_group=group),
+    )
+    leaf = torch.randn(3, cols, requires_grad=True)
+    parallel.LayerNorm(cols, group=group)(leaf[:, : cols // dist.get_world_size(group)]).sum().backward()
+    fused(leaf, leaf.detach()).sum().backward()
+    images = leaf.expand(2, 4, 3, cols)
+    (batch(images) + own(images, images.detach())).sum().backward()
+
+
+CHECKS = (parity, training, collectives, fused, twice, refused, halves, ended, compiled)
 
 
 @pytest.fixture(scope="module", params=WORLDS)
@@ -305,3 +330,16 @@ def test_alone_it_is_the_norm(name: str) -> None:
     ours = getattr(parallel, name).from_whole(theirs)
     assert torch.equal(ours(x), theirs(x))
     assert "a part of 5" in repr(ours)
+
+
+def test_nothing_holds_the_group_of_all() -> None:
+    """Fused functions know which one they were captured under, and let it go."""
+    import torch.distributed.nn  # noqa: F401  # whose defaults would hold what is there when it is loaded
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        held = weakref.ref(dist.group.WORLD)
+        _used(dist.group.WORLD, 8)
+    finally:
+        dist.destroy_process_group()
+    assert held() is None

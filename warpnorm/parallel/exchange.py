@@ -1,7 +1,8 @@
 """What ranks tell each other of a norm: forward the count, mean and variance of their part of every row, backward two sums
 of every row. All gather all parts and merge them in the order of ranks, in float64: all hold the same bits."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,6 +65,12 @@ def world_size(group: Any) -> int:
 def initialized() -> Any:
     """What decides whether there are ranks at all: the process group of all of them, or nothing."""
     return dist.group.WORLD if dist.is_available() else None
+
+
+def present() -> Hashable:
+    """The same for the key of a table, which must not hold it: a group that is destroyed ends its threads only when nobody
+    has it any more, and one of those that runs on while the interpreter ends can take the process with it."""
+    return None if (world := initialized()) is None else weakref.ref(world)
 
 
 def rank_in(group: Any) -> int:

@@ -1,6 +1,5 @@
-"""Rows held by teams: programs that run at the same time and exchange statistics or sums. The interpreter runs programs one
-after another, so teams are tested here alone: sizes, launch after launch, two streams at once, graphs, and one program more
-than fits."""
+"""Rows held by teams: programs that run at the same time and exchange statistics or sums. As in test_team_gpu.py: sizes,
+launch after launch, two streams at once, graphs, and one program more than fits."""
 
 from dataclasses import replace
 from math import prod

@@ -1,5 +1,5 @@
-"""Teams: programs that run at the same time and exchange sums. The interpreter runs programs one after another, so they are
-tested here alone: every size of a team, launch after launch, on two streams at once, and in graphs."""
+"""Teams: programs that run at the same time and exchange sums. What tests/interpreter/test_teams.py has of small ones, here
+as a GPU runs them: every size of a team, launch after launch, on two streams at once, and in graphs."""
 
 from typing import Any
 

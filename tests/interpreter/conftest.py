@@ -1,5 +1,5 @@
 """Every kernel on the CPU, by Triton's interpreter: run with TRITON_INTERPRET=1, which must be set before Triton is
-imported. Memory is poisoned with NaN, and the kernels are forced. A run has a ninth of the contracts' cases;
+imported. Memory is poisoned with NaN, and the kernels are forced. A run has a twentieth of the contracts' cases;
 WARPNORM_TEST_ALL=1 has all."""
 
 import threading

@@ -18,6 +18,7 @@ from warpnorm.kernels.statistics import (
     mean_of,
     normalize,
     reciprocal_sqrt,
+    rounded_off,
     row_deviations,
 )
 
@@ -73,12 +74,15 @@ def added_up(row, places, CHUNKS: tl.constexpr):
 def merge_messages(
     mailbox, number, splits, pieces, cols, BLOCK_ROWS: tl.constexpr, MOST: tl.constexpr, IS_CORRECTED: tl.constexpr
 ):
-    """(mean, M2) of a row."""
-    means, squares, members = messages(mailbox, number, splits, MOST, IS_POSITIVE=True)
+    """(mean, M2) of a row. IS_CORRECTED: a second word has what the mean of a part is rounded off by."""
+    WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
+    means, squares, members = messages(mailbox, number, splits, MOST, 0, WORDS, IS_POSITIVE=True)
     counts = counts_of(members, pieces, cols, BLOCK_ROWS)
     total = pieces.to(tl.float32) * cols
     mean = mean_of(of_row(tl.sum(counts * means)), total)
     deviations = means - tl.sum(mean)
+    if IS_CORRECTED:
+        deviations += messages(mailbox, number, splits, MOST, 1, WORDS)[0]
     weighted = counts * deviations
     merged = of_row(tl.sum(squares + weighted * deviations))
     if IS_CORRECTED:
@@ -103,9 +107,10 @@ def held_forward_kernel(
     my, row_mask = my_pieces(pieces, BLOCK_ROWS)
     columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     count = of_row(counts_of(tl.program_id(1), pieces, cols, BLOCK_ROWS))
+    WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
     number = 0
     if MOST > 1:
-        number = last_message(mailbox, splits) + 1
+        number = last_message(mailbox, splits, WORDS) + 1
     for row in tl.range(tl.program_id(0), statistics, tl.num_programs(0), num_stages=STAGES):
         lines = lines_of(row, my, pieces, inner)
         values, places = load_lines(
@@ -119,11 +124,15 @@ def held_forward_kernel(
         off, squares = row_deviations(c, mean, places, CHUNKS)
         total = total_of(squares, row_mask)
         if IS_CORRECTED:
-            mean, total = corrected(mean, total, total_of(off, row_mask), count)
+            rounded, of_mean = mean, total_of(off, row_mask)
+            mean, total = corrected(rounded, total, of_mean, count)
+            if MOST > 1:
+                low = rounded_off(rounded, mean_of(of_mean, count), mean)
+                send((low,), mailbox, number, splits, False, 1, WORDS)
         if RECOMPUTES:
             values = hold_row(values, HOLD, CHUNKS)
         if MOST > 1:
-            send((mean, total), mailbox, number, splits, True, IS_POSITIVE=True)
+            send((mean, total), mailbox, number, splits, True, 0, WORDS, IS_POSITIVE=True)
             mean, total = merge_messages(mailbox, number, splits, pieces, cols, BLOCK_ROWS, MOST, IS_CORRECTED)
             number += 1
         variance = mean_of(total, pieces.to(tl.float32) * cols)

@@ -26,6 +26,11 @@ class HeldForwardLaunch:
     kernel: BoundKernel
     eps: float
 
+    @property
+    def words(self) -> int:
+        """Of a message: a mean and M2, and of long mantissas what the mean is rounded off by."""
+        return 2 if self.problem.has_long_mantissas else 1
+
     def __call__(
         self,
         operands: Sequence[torch.Tensor | float],
@@ -42,7 +47,7 @@ class HeldForwardLaunch:
             programs = grid.held(self.plan, space)
             self.kernel.launch(
                 programs, tuple(map(in_bits, operands)), tuple(map(in_bits, outputs)),
-                _mailbox(self.plan, programs, 1, statistics), statistics, *_geometry(space), self.eps, *averaged,
+                _mailbox(self.plan, programs, self.words, statistics), statistics, *_geometry(space), self.eps, *averaged,
             )  # fmt: skip
         return statistics
 

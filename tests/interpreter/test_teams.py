@@ -1,0 +1,118 @@
+"""Programs that run at the same time and exchange sums, patterns `team` and `held`: as threads that take turns, in an order
+that is drawn. On a GPU they run in tests/gpu, with teams of every size."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import prod
+
+import pytest
+import torch
+
+from interpreter import together
+from kernel_contracts.channel_plan_contract import check
+from kernel_contracts.channel_running import (
+    BATCH,
+    GROUPS,
+    ONE_GROUP,
+    Layout,
+    Mode,
+    arguments,
+    call_of,
+    gradient_for,
+)
+from kernel_contracts.channel_running import run_planned as run_channels
+from kernel_contracts.running import NORMS, operands_for, run_planned
+from kernel_contracts.running import check_accuracy as check_rows
+from warpnorm import pipeline
+from warpnorm.kernels import messages
+from warpnorm.norms import Norm
+from warpnorm.plan.plan import HELD, TEAM, Plan
+
+TEAMS = (
+    Plan(TEAM, 1, 128, 2, programs=3, splits=2, stages=3),
+    Plan(TEAM, 1, 32, 1, programs=2, splits=3, chunks=4),
+    Plan(TEAM, 1, 32, 1, programs=1, splits=8),
+)
+HOLDERS = (Plan(HELD, 4, 32, 4, programs=8, splits=4), Plan(HELD, 8, 8, 1, programs=6, splits=2))
+TAILS = Layout("tails", (13, 6, 5, 8), why="neither lines nor columns fill their blocks")
+FULL = Layout("full", (16, 4, 4, 8), why="all do")
+
+
+@pytest.fixture(autouse=True)
+def at_once() -> Iterator[None]:
+    with together.at_once():
+        yield
+
+
+def whole(plan: Plan, layout: Layout) -> Plan:
+    return replace(plan, chunks=-(-prod(layout.shape[2:]) // plan.block_cols))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 256), (2, 200), (7, 200), (5, 256)])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("plan", TEAMS, ids=["two", "three", "eight"])
+def test_rows(plan: Plan, norm: Norm, rows: int, cols: int) -> None:
+    def make(seed: int) -> torch.Tensor:
+        return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+    check_rows(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, plan, plan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("mode", [BATCH, GROUPS, ONE_GROUP], ids=str)
+@pytest.mark.parametrize(("plan", "layout"), [(HOLDERS[0], TAILS), (HOLDERS[1], FULL)], ids=["tails", "full"])
+def test_channels(plan: Plan, layout: Layout, mode: Mode, dtype: torch.dtype, device: str) -> None:
+    plan = whole(plan, layout)
+    check(layout, mode, dtype, device, plan, plan)
+
+
+def test_a_mean_is_rounded_once() -> None:
+    """Those of parts are rounded too, and what they are off by is told beside them."""
+    plan = replace(HOLDERS[0], programs=8, chunks=2)
+    x = (torch.randn(13, 16, 4, 9, dtype=torch.float64) * 0.1 + 1e3).float()
+    call, operands = call_of(arguments(BATCH, x, seed=0))
+    mean = pipeline.forward(call, operands, plan=plan)[1][0]
+    truth = x.double().mean((0, 2, 3))
+    assert (mean.double() - truth).abs().max() <= 0.51 * torch.finfo(torch.float32).eps * 512
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_the_order_of_programs_changes_nothing(norm: Norm) -> None:
+    """Not a bit, launch after launch of different lengths: messages have numbers that go on."""
+    plan, found = TEAMS[1], []
+    inputs = [torch.randn(rows, 256) for rows in (1, 6, 3)]
+    for seed in range(2):
+        with together.at_once(seed):
+            calls = [operands_for(norm, input, 1) for input in inputs]
+            runs = [run_planned(norm, operands, operands[0], plan, plan) for operands in calls]
+            found.append([t for run in runs for t in (run.output, *run.gradients)])
+    for other in found[1:]:
+        assert all(a.equal(b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_nor_does_it_of_those_that_hold() -> None:
+    call = arguments(BATCH, torch.randn(13, 4, 5, 8), seed=0)
+    plan, found = whole(HOLDERS[0], TAILS), []
+    for seed in range(2):
+        with together.at_once(seed):
+            found.append(run_channels(call, gradient_for(call), plan, plan))
+    for other in found[1:]:
+        assert all(found[0][name].equal(other[name]) for name in found[0])
+
+
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_nan_stays_in_its_row(norm: Norm) -> None:
+    operands = operands_for(norm, torch.randn(5, 200), 1)
+    operands[0][3, 7] = float("nan")
+    found = run_planned(norm, operands, torch.randn(5, 200), TEAMS[1], TEAMS[1])
+    for result in (found.output, found.gradients[0]):
+        assert result.isnan().all(1).tolist() == [False, False, False, True, False]
+        assert result.isnan().any(1).tolist() == [False, False, False, True, False]
+
+
+def test_programs_that_all_wait_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One box less than the exchange takes: a message is overwritten before all have read it."""
+    monkeypatch.setattr(messages, "BOXES", 1)
+    operands = operands_for(NORMS[0], torch.randn(30, 256), 1)
+    with pytest.raises(Exception, match="programs wait for messages that nobody sends"):
+        run_planned(NORMS[0], operands, operands[0], TEAMS[1], TEAMS[1])

@@ -18,15 +18,19 @@ from kernel_contracts.channel_running import (
     Mode,
     arguments,
     call_of,
+    check_accuracy,
     gradient_for,
+    random,
 )
 from kernel_contracts.channel_running import run_planned as run_channels
-from kernel_contracts.running import NORMS, operands_for, run_planned
+from kernel_contracts.running import NORMS, call_for, operands_for, run_planned
 from kernel_contracts.running import check_accuracy as check_rows
 from warpnorm import pipeline
 from warpnorm.kernels import messages
 from warpnorm.norms import Norm
+from warpnorm.plan import device as devices
 from warpnorm.plan.plan import HELD, TEAM, Plan
+from warpnorm.problem import View
 
 TEAMS = (
     Plan(TEAM, 1, 128, 2, programs=3, splits=2, stages=3),
@@ -108,6 +112,42 @@ def test_nan_stays_in_its_row(norm: Norm) -> None:
     for result in (found.output, found.gradients[0]):
         assert result.isnan().all(1).tolist() == [False, False, False, True, False]
         assert result.isnan().any(1).tolist() == [False, False, False, True, False]
+
+
+@pytest.fixture
+def as_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By the plans of a GPU."""
+    gpu = replace(devices.KNOWN["sm_90"], backend="interpreter", arch="cpu")
+    monkeypatch.setattr(devices, "_numbers", lambda device: gpu)
+    pipeline.prepare_forward.cache_clear()
+    pipeline.prepare_backward.cache_clear()
+    yield
+    pipeline.prepare_forward.cache_clear()
+    pipeline.prepare_backward.cache_clear()
+
+
+@pytest.mark.usefixtures("as_chosen")
+@pytest.mark.parametrize(
+    ("cols", "dtype"), [(20_000, torch.float32), (50_257, torch.bfloat16), (65_536, torch.bfloat16)], ids=str
+)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_rows_as_a_gpu_would(norm: Norm, cols: int, dtype: torch.dtype) -> None:
+    operands = operands_for(norm, torch.randn(3, cols).to(dtype), 1)
+    views = tuple(View.of(t) for t in (*operands, operands[0]))
+    wanted = tuple(range(len(operands)))
+    launch = pipeline.prepare_backward(call_for(norm, 1, *operands), views, operands[0].device, (0,), wanted, None)
+    assert launch.plan.pattern == TEAM
+    check_rows(norm, 1, lambda seed: torch.randn(3, cols, generator=torch.Generator().manual_seed(seed)).to(dtype))
+
+
+@pytest.mark.usefixtures("as_chosen")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_channels_as_a_gpu_would(dtype: torch.dtype) -> None:
+    shape = (32, 2, 28, 28)
+    call, operands = call_of(arguments(BATCH, torch.randn(shape).to(dtype)))
+    views = (*map(View.of, operands), View.of(operands[0]))
+    assert pipeline.prepare_forward(call, views, operands[0].device, None).plan.pattern == HELD
+    check_accuracy(lambda seed: arguments(BATCH, random(shape, dtype, "cpu", seed), seed=seed))
 
 
 def test_programs_that_all_wait_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 
 from warpnorm.kernels.messages import RECEIVE
 from warpnorm.launch import forward, held
+from warpnorm.plan.plan import HELD, TEAM
 
 PATIENCE = 100  # turns in a row in which nobody comes further, for each program
 
@@ -106,15 +107,16 @@ class Found:
 
 @contextmanager
 def at_once(seed: int = 0) -> Iterator[None]:
-    """Launches in a `with` block run their programs so; `seed` draws the order."""
+    """Launches of these patterns in a `with` block run their programs so; `seed` draws the order."""
     running: list[Programs] = []
     boxes: dict[Any, torch.Tensor] = {}
     builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
     exchange = builder.create_atomic_rmw
 
     def launch_at_once(self: Any, *args: Any, **kwargs: Any) -> None:
-        running.append(Programs((*self.grid, 1, 1)[:3], seed + len(running)))
-        self.fn = Gathered(self.fn, running[-1])
+        if self.fn.__name__.startswith((TEAM, HELD)):
+            running.append(Programs((*self.grid, 1, 1)[:3], seed + len(running)))
+            self.fn = Gathered(self.fn, running[-1])
         launch(self, *args, **kwargs)
 
     def receive(self: Any, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> Found:

@@ -17,7 +17,7 @@ class Device:
     registers_per_unit: int
     shared_bytes: int  # the most that one program can have
     cache_bytes: int  # of L2
-    has_teams: bool = True  # programs that all run at the same time
+    has_teams: bool = True  # programs that all run at the same time, and wait as this backend's assembler can
 
     def registers(self, warps: int) -> int:
         """That each thread can have where a multiprocessor, which has four schedulers, holds so many warps."""
@@ -30,8 +30,9 @@ class Device:
 
 # Runs programs one after another on the CPU: a handful, so that tests see several programs share the rows.
 INTERPRETER = Device(
-    "interpreter", "cpu", warp_size=32, units=3, registers_per_unit=65536, shared_bytes=232448, cache_bytes=1 << 20
-)
+    "interpreter", "cpu", warp_size=32, units=3, registers_per_unit=65536, shared_bytes=232448, cache_bytes=1 << 20,
+    has_teams=False,
+)  # fmt: skip
 
 # For compiling without a GPU at hand: A100, H200, B200, MI300X.
 KNOWN = {
@@ -45,7 +46,14 @@ KNOWN = {
         "cuda", 100, warp_size=32, units=148, registers_per_unit=65536, shared_bytes=232448, cache_bytes=126 << 20
     ),
     "gfx942": Device(
-        "hip", "gfx942", warp_size=64, units=304, registers_per_unit=131072, shared_bytes=65536, cache_bytes=4 << 20
+        "hip",
+        "gfx942",
+        warp_size=64,
+        units=304,
+        registers_per_unit=131072,
+        shared_bytes=65536,
+        cache_bytes=4 << 20,
+        has_teams=False,
     ),
 }
 
@@ -82,4 +90,4 @@ def _numbers(device: torch.device) -> Device:
     registers = getattr(properties, "regs_per_multiprocessor", 65536)
     shared = getattr(properties, "shared_memory_per_block_optin", 0) or properties.shared_memory_per_block
     units, cache = properties.multi_processor_count, properties.L2_cache_size
-    return Device(backend, arch, properties.warp_size, units, registers, shared, cache)
+    return Device(backend, arch, properties.warp_size, units, registers, shared, cache, has_teams=backend == "cuda")

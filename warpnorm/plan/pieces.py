@@ -34,7 +34,7 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
     """Nothing where the pattern cannot, or where another is faster."""
     if not problem.norm.is_by_channel or not problem.has_tasks or space.pieces == 1 or not problem.has_vectors:
         return None
-    if device.backend != "cuda" or not device.has_teams or needs.words(problem) > 1:  # messages are float32 numbers
+    if not device.has_teams or needs.words(problem) > 1:  # messages are float32 numbers
         return None
     loads = problem.operands + (problem.grad_outputs if isinstance(problem, BackwardProblem) else ())
     share = _share(problem, sum(map(is_varying, loads)))

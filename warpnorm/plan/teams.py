@@ -88,7 +88,7 @@ def _plan(
     recomputes: bool = False,
 ) -> Plan | None:
     """Messages are two float32 numbers; all programs of a team run at the same time."""
-    if device.backend != "cuda" or not device.has_teams or needs.words(problem) > 1 or not 2 <= splits <= LARGEST_TEAM:
+    if not device.has_teams or needs.words(problem) > 1 or not 2 <= splits <= LARGEST_TEAM:
         return None
     teams = device.units * part.per_unit // splits
     stages = 1  # elements that are moved alone are too small for a pipeline

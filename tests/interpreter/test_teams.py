@@ -1,5 +1,5 @@
-"""Programs that run at the same time and exchange sums, patterns `team` and `held`: as threads that take turns, in an order
-that is drawn. On a GPU they run in tests/gpu, with teams of every size."""
+"""Programs that run at the same time and exchange sums, patterns `team` and `held`, or wait for each other, `column`: as
+threads that take turns, in an order that is drawn. On a GPU they run in tests/gpu, with teams of every size."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from interpreter import together
+from kernel_contracts import channel_plan_contract
 from kernel_contracts.channel_plan_contract import check
 from kernel_contracts.channel_running import (
     BATCH,
@@ -21,11 +22,12 @@ from kernel_contracts.channel_running import (
     check_accuracy,
     gradient_for,
     random,
+    run_torchs,
 )
 from kernel_contracts.channel_running import run_planned as run_channels
 from kernel_contracts.running import NORMS, call_for, operands_for, run_planned
 from kernel_contracts.running import check_accuracy as check_rows
-from warpnorm import pipeline
+from warpnorm import pipeline, settings
 from warpnorm.kernels import messages
 from warpnorm.norms import Norm
 from warpnorm.plan import device as devices
@@ -150,9 +152,32 @@ def test_channels_as_a_gpu_would(dtype: torch.dtype) -> None:
     check_accuracy(lambda seed: arguments(BATCH, random(shape, dtype, "cpu", seed), seed=seed))
 
 
+BY_TURNS = [plan for plan in channel_plan_contract.PLANS if plan.held > 0]
+
+
+@pytest.mark.usefixtures("as_chosen")
+@pytest.mark.parametrize(("k", "mode"), [(0, BATCH), (1, GROUPS), (2, BATCH), (3, GROUPS)], ids=str)
+def test_tasks_that_wait(k: int, mode: Mode) -> None:
+    """Pattern `column`, whatever room there is: who waits began after those it waits for. Not a bit changes."""
+    layout = channel_plan_contract.LAYOUTS[k % 4]
+    call = arguments(mode, layout.make(torch.float32, "cpu", k), seed=k)
+    grad_output, found = gradient_for(call), []
+    plans = BY_TURNS[k], BY_TURNS[(k + 1) % len(BY_TURNS)]
+    for room in (2, 1000):
+        with together.at_once(room, room) as waits:
+            found.append(run_channels(call, grad_output, *plans))
+        assert room != 1000 or waits
+    for other in found[1:]:
+        assert all(found[0][name].equal(other[name]) for name in found[0])
+    with settings.override(route="reference"):
+        expected = run_torchs(call, grad_output)
+    for name, result in found[0].items():
+        torch.testing.assert_close(result, expected[name], rtol=1e-4, atol=1e-5)
+
+
 def test_programs_that_all_wait_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """One box less than the exchange takes: a message is overwritten before all have read it."""
     monkeypatch.setattr(messages, "BOXES", 1)
     operands = operands_for(NORMS[0], torch.randn(30, 256), 1)
-    with pytest.raises(Exception, match="programs wait for messages that nobody sends"):
+    with pytest.raises(Exception, match="programs wait for what nobody sends"):
         run_planned(NORMS[0], operands, operands[0], TEAMS[1], TEAMS[1])

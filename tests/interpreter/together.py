@@ -1,6 +1,6 @@
-"""All programs of a launch at the same time, as a GPU runs them that share a row: each is a thread, one runs at a time, and
-it makes room for another, drawn at random, where it waits for a message and around each that it sends. Programs that all
-wait are found out."""
+"""Programs of a launch at the same time, as a GPU runs them: those of a team all, others as many as there is room for, which
+begin in the order of their numbers. Each is a thread, one runs at a time, and it makes room for another, drawn at random,
+where it waits for numbers and around sending them. Programs that all wait are found out."""
 
 import ctypes
 import inspect
@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from warpnorm.kernels.messages import RECEIVE
+from warpnorm.kernels.words import WAIT_32, WAIT_64
 from warpnorm.launch import forward, held
 from warpnorm.plan.plan import HELD, TEAM
 
@@ -27,50 +28,57 @@ class StuckError(Exception):
 
 
 class Programs:
-    """Of one launch. `turn` is the one that runs."""
+    """Of one launch, of which `room` run at the same time. `turn` is the one that goes on."""
 
-    def __init__(self, grid: tuple[int, ...], seed: int) -> None:
-        self.places = list(np.ndindex(*grid))
-        self.left = set(range(len(self.places)))
-        self.turn, self.waited = 0, 0
+    def __init__(self, grid: tuple[int, ...], seed: int, room: int | None) -> None:
+        self.places = list(np.ndindex(*reversed(grid)))  # x runs fastest
+        self.waiting = list(range(len(self.places)))
+        self.running: dict[int, threading.Thread] = {}
+        self.room = room or len(self.places)
+        self.turn, self.turns_without = 0, 0
         self.random, self.changed = random.Random(seed), threading.Condition()
         self.error: BaseException | None = None
+        self.is_done = False
 
     def run(self, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
-        threads = [threading.Thread(target=self._run, args=(i, function, arguments)) for i in range(len(self.places))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with self.changed:
+            while (self.waiting or self.running) and self.error is None:
+                while self.waiting and len(self.running) < self.room:
+                    program = self.waiting.pop(0)
+                    self.running[program] = threading.Thread(target=self._run, args=(program, function, arguments))
+                    self.running[program].start()
+                before = len(self.running)
+                self._give()
+                self.changed.wait_for(lambda before=before: len(self.running) < before or self.error is not None)
+            self.changed.notify_all()
         if self.error is not None:
             raise self.error
 
     def _run(self, program: int, function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        error: BaseException | None = None
         try:
             self._take(program)
             function(**arguments)
-        except BaseException as error:
-            with self.changed:
-                self.error = self.error or error
-        finally:
-            with self.changed:
-                self.left.discard(program)
-                self.waited = 0
-                self._give()
+        except BaseException as raised:
+            error = raised
+        with self.changed:
+            self.error = self.error or error
+            del self.running[program]
+            self.turn, self.turns_without = -1, 0
+            self.changed.notify_all()
 
     def make_room(self, waits: bool = False) -> None:
         """For any program, perhaps the one that asks; `waits`: it cannot go on."""
         program = self.turn
         with self.changed:
-            self.waited = self.waited + 1 if waits else 0
-            if self.waited > PATIENCE * len(self.left):
-                raise StuckError(f"{len(self.left)} of {len(self.places)} programs wait for messages that nobody sends")
+            self.turns_without = self.turns_without + 1 if waits else 0
+            if self.turns_without > PATIENCE * len(self.running):
+                raise StuckError(f"{len(self.running)} of {len(self.places)} programs wait for what nobody sends")
             self._give()
         self._take(program)
 
     def _give(self) -> None:
-        if self.left:
-            self.turn = self.random.choice(sorted(self.left))
+        self.turn = self.random.choice(sorted(self.running))
         self.changed.notify_all()
 
     def _take(self, program: int) -> None:
@@ -78,7 +86,7 @@ class Programs:
             self.changed.wait_for(lambda: self.turn == program or self.error is not None)
             if self.error is not None:
                 raise StuckError("another program failed")
-        interpreter.interpreter_builder.set_grid_idx(*self.places[program])
+        interpreter.interpreter_builder.set_grid_idx(*reversed(self.places[program]))
 
 
 class Gathered:
@@ -102,51 +110,75 @@ class Found:
         self.results = results
 
     def get_result(self, i: int) -> Any:
-        return interpreter.TensorHandle(self.results[i], tl.int32)
+        found = self.results[i]
+        return interpreter.TensorHandle(found, tl.int64 if found.dtype.itemsize == 8 else tl.int32)
 
 
 @contextmanager
-def at_once(seed: int = 0) -> Iterator[None]:
-    """Launches of these patterns in a `with` block run their programs so; `seed` draws the order."""
+def at_once(seed: int = 0, room: int = 4) -> Iterator[list[str]]:
+    """Launches of kernels that wait, in a `with` block, run their programs so; `seed` draws the order, and of programs that
+    are no team `room` run at the same time. Gives the instructions that somebody waited in vain at."""
     running: list[Programs] = []
+    waits: list[str] = []
     boxes: dict[Any, torch.Tensor] = {}
     builder, launch = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
-    exchange = builder.create_atomic_rmw
+    exchange, store = builder.create_atomic_rmw, builder.create_masked_store
 
     def launch_at_once(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self.fn.__name__.startswith((TEAM, HELD)):
-            running.append(Programs((*self.grid, 1, 1)[:3], seed + len(running)))
+        if self.fn.__name__.startswith((TEAM, HELD)) or kwargs.get("WAITS"):
+            grid = (*self.grid, 1, 1)[:3]
+            running.append(Programs(grid, seed + len(running), room if kwargs.get("WAITS") else None))
             self.fn = Gathered(self.fn, running[-1])
-        launch(self, *args, **kwargs)
+            launch(self, *args, **kwargs)
+            running[-1].is_done = True
+        else:
+            launch(self, *args, **kwargs)
 
-    def receive(self: Any, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> Found:
-        assert asm == RECEIVE.value
-        addresses, rounds = (value.data for value in values)
+    def wait(self: Any, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> Found:
+        first, second = (value.data for value in values)
         while True:
-            words = [ctypes.c_uint64.from_address(int(address)).value for address in addresses.ravel()]
-            halves = np.array(words, np.uint64).view(np.int32).reshape(-1, 2)
-            if (halves[:, 1] & 3 == rounds.ravel()).all():
-                return Found(*(half.reshape(addresses.shape).copy() for half in halves.T))
+            if asm == RECEIVE.value:
+                halves = _read(first, np.uint64).view(np.int32).reshape(-1, 2)
+                if (halves[:, 1] & 3 == second.ravel()).all():
+                    return Found(*(half.reshape(first.shape).copy() for half in halves.T))
+            else:
+                assert asm in (WAIT_32.value, WAIT_64.value)
+                words = np.where(first.ravel() == 0, _read(second, first.dtype), first.ravel())
+                if words.all():
+                    return Found(words.reshape(first.shape))
+            waits.append(asm)
             running[-1].make_room(waits=True)
 
-    def send(self: Any, *arguments: Any) -> Any:
-        running[-1].make_room()
-        found = exchange(self, *arguments)
-        running[-1].make_room()
-        return found
+    def making_room(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def replaced(self: Any, *arguments: Any) -> Any:
+            programs = running[-1] if running and not running[-1].is_done else None
+            if programs:
+                programs.make_room()
+            found = operation(self, *arguments)
+            if programs:
+                programs.make_room()
+            return found
+
+        return replaced
 
     def box(teams: int, splits: int, length: int, device: torch.device) -> torch.Tensor:
         return boxes.setdefault((teams, splits, length), torch.zeros(teams * 4 * splits * length, dtype=torch.int64))
 
     replaced: list[tuple[Any, str, Any]] = [
-        (interpreter.GridExecutor, "__call__", launch_at_once), (builder, "create_inline_asm", receive),
-        (builder, "create_atomic_rmw", send), (forward, "team_mailbox", box), (held, "team_mailbox", box),
+        (interpreter.GridExecutor, "__call__", launch_at_once), (builder, "create_inline_asm", wait),
+        (builder, "create_atomic_rmw", making_room(exchange)), (builder, "create_masked_store", making_room(store)),
+        (forward, "team_mailbox", box), (held, "team_mailbox", box),
     ]  # fmt: skip
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, value in replaced:
         setattr(owner, name, value)
     try:
-        yield
+        yield waits
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+def _read(addresses: np.ndarray, dtype: Any) -> np.ndarray:
+    words = [ctypes.string_at(int(address), np.dtype(dtype).itemsize) for address in addresses.ravel()]
+    return np.frombuffer(b"".join(words), dtype).copy()

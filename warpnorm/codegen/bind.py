@@ -333,7 +333,8 @@ def _walk(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
     is_joint = plan.tasks == JOINT
     merge_cols = LARGEST_MERGE if is_joint else min(MERGED, 8 * plan.warps**3) // merge_rows(plan)
     constants |= {"MERGE_ROWS": merge_rows(plan), "MERGE_COLS": merge_cols, "MERGES": is_joint}
-    constants["WAITS"] = plan.tasks == ALL and device.backend == "cuda"
+    # The interpreter runs programs one after another, unless it has teams
+    constants["WAITS"] = plan.tasks == ALL and (device.has_teams or not device.is_interpreter)
     constants["HAS_FIRST"] = problem.has_tasks and plan.tasks in (ALL, FIRST)
     constants["HAS_LAST"] = plan.tasks != FIRST
     constants["IS_CHAINED"] = _can_chain(device)

@@ -105,6 +105,18 @@ def test_means_that_are_small_beside_deviations(device: str) -> None:
     assert max(errors) <= 3 * torch.finfo(torch.float32).eps / 2
 
 
+def test_a_sample_whose_means_are_small_beside_deviations(device: str) -> None:
+    """Deviations from a rounded mean are off by the same where values are of one size: a mean that they correct is worse."""
+    errors = []
+    for seed in range(3):
+        x = (random((1, 24, 4096), torch.float64, "cpu", seed) * 6e3).float()
+        running = torch.zeros(2, 24, device=device)
+        warpnorm.batch_norm(x.to(device), running[0], running[1], training=True, momentum=1.0)
+        truth = x.double().mean((0, 2))
+        errors.append(((running[0].cpu().double() - truth).norm() / truth.norm()).item())
+    assert max(errors) <= torch.finfo(torch.float32).eps, errors
+
+
 @pytest.mark.parametrize("layout", SMALL_PIECES, ids=str)
 def test_pieces_of_float64(layout: Layout, device: str) -> None:
     """The same where no dtype has more digits: held against fractions, which lose none."""

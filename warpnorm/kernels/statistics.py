@@ -43,17 +43,12 @@ def mean_and_rstd(
     eps,
     IS_CORRECTED: tl.constexpr,
     COLS: tl.constexpr = 0,
-    IS_WIDE: tl.constexpr = False,
 ):
     """From deviations from the mean, weighted by their count, and their squares. The mean is rounded, and the mean of
-    the deviations is what it is off by: without it a row of equal values would not give zeros. IS_WIDE: that of a mean that
-    is a result itself, and may be small beside the deviations, is taken in float64."""
+    the deviations is what it is off by: without it a row of equal values would not give zeros."""
     variance = mean_of(tl.sum(squares, 1), cols, COLS)
     if IS_CORRECTED:
-        if IS_WIDE:
-            shift = (wide_sum(deviation) / cols).to(mean.dtype)
-        else:
-            shift = mean_of(tl.sum(deviation, 1), cols, COLS)
+        shift = mean_of(tl.sum(deviation, 1), cols, COLS)
         mean += shift
         variance -= shift * shift
         variance = tl.where(variance < 0.0, 0.0, variance)  # unlike a maximum, this keeps NaN
@@ -95,9 +90,15 @@ def centered_statistics(
     row, mean, places, cols, eps, IS_CORRECTED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_WIDE: tl.constexpr,
 ):  # fmt: skip
+    """IS_WIDE: the mean is a result itself."""
     COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
     off, squares = row_deviations(row, mean, places, CHUNKS)
-    return mean_and_rstd(mean, off, squares, cols, eps, IS_CORRECTED, COLS, IS_WIDE)
+    if IS_CORRECTED and IS_WIDE:
+        high, _, squares = recentered(mean, tl.sum(squares, 1), wide_offsets(row, mean, places, CHUNKS), cols)
+        variance = mean_of(squares, cols, COLS)
+        return high, reciprocal_sqrt(variance + eps), variance
+    else:
+        return mean_and_rstd(mean, off, squares, cols, eps, IS_CORRECTED, COLS)
 
 
 @triton.jit
@@ -217,11 +218,46 @@ def tile_squares(c, mask, cols, IS_CORRECTED: tl.constexpr):
     deviation = tl.where(mask, c - mean[:, None], 0.0)
     squares = tl.sum(deviation * deviation, 1)
     if IS_CORRECTED:
-        off = wide_sum(deviation)
-        high, squares = corrected(mean, squares, off.to(mean.dtype), cols)
-        return high, squares, ((mean.to(tl.float64) - high.to(tl.float64)) + off / cols).to(mean.dtype)
+        off = wide_sum(tl.where(mask, c - coarse(mean)[:, None], 0.0))
+        high, low, squares = recentered(mean, squares, off, cols)
+        return high, squares, low
     else:
         return mean, squares
+
+
+@triton.jit
+def coarse(mean):
+    """With its first digits alone. Values of one size differ from a number with more by numbers that are rounded, and all in
+    the same way: their sum may be off by more than the mean that it should correct."""
+    if mean.dtype == tl.float64:
+        return (mean.to(tl.int64, bitcast=True) & -(1 << 30)).to(tl.float64, bitcast=True)
+    else:
+        return (mean.to(tl.int32, bitcast=True) & -(1 << 14)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def wide_offsets(row, mean, places, CHUNKS: tl.constexpr):
+    """How far the values of rows are from their coarse mean, altogether."""
+    off = in_row(row[0] - coarse(mean)[:, None], places[0])
+    for chunk in tl.static_range(1, CHUNKS):
+        off += in_row(row[chunk] - coarse(mean)[:, None], places[chunk])
+    return wide_sum(off)
+
+
+@triton.jit
+def recentered(mean, squares, off, cols):
+    """(mean, what it is rounded off by, M2), where values differ from the coarse mean by `off`, float64, altogether, and
+    `squares` are those of their deviations from the mean."""
+    pivot, move = coarse(mean).to(tl.float64), off / cols
+    wide = pivot + move
+    high = wide.to(mean.dtype)
+    if mean.dtype == tl.float64:
+        low = rounded_off(pivot, move, wide)
+    else:
+        low = (wide - high.to(tl.float64)).to(mean.dtype)
+    shift = (wide - mean.to(tl.float64)).to(mean.dtype)
+    squares -= cols * shift * shift
+    return high, low, tl.where(squares < 0.0, 0.0, squares)  # unlike a maximum, this keeps NaN
 
 
 @triton.jit

@@ -19,8 +19,21 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 def check_input(name: str, input: Any) -> None:
     if not isinstance(input, torch.Tensor):
         raise InputTypeError(f"{name}: input must be a tensor, but is a {type(input).__name__}")
+    check_layout(name, "input", input)
     if input.dtype not in DTYPES:
         raise InputError(f"{name}: input has dtype {input.dtype}, but must be float64, float32, float16 or bfloat16")
+
+
+def check_layout(name: str, what: str, tensor: torch.Tensor) -> None:
+    """What PyTorch's operators do not take is refused in words: the looks that follow are into plain memory."""
+    if tensor.layout is torch.jagged:  # a class of its own, which PyTorch's operators see through
+        return
+    if tensor.is_nested:
+        raise InputError(
+            f"{name}: {what} is a nested tensor, but must be a plain one in this call: pad it, or take its parts"
+        )
+    if tensor.layout is not torch.strided:
+        raise InputError(f"{name}: {what} has layout {tensor.layout}, but must be strided: give {what}.to_dense()")
 
 
 def output_dtype(name: str, input: torch.Tensor) -> torch.dtype:
@@ -81,6 +94,7 @@ def check_parameter(name: str, what: str, parameter: Any, input: torch.Tensor, s
             return
         allowed = "a tensor or a number" if is_weight else "a tensor"
         raise InputTypeError(f"{name}: {what} must be {allowed}, but is a {type(parameter).__name__}")
+    check_layout(name, what, parameter)
     if parameter.dtype not in DTYPES:
         raise InputError(
             f"{name}: {what} has dtype {parameter.dtype}, but must be float64, float32, float16 or bfloat16"
@@ -107,6 +121,7 @@ def check_vector(name: str, what: str, vector: Any, input: torch.Tensor, channel
         return
     if not isinstance(vector, torch.Tensor):
         raise InputTypeError(f"{name}: {what} must be a tensor, but is a {type(vector).__name__}")
+    check_layout(name, what, vector)
     if vector.dtype not in DTYPES:
         raise InputError(f"{name}: {what} has dtype {vector.dtype}, but must be float64, float32, float16 or bfloat16")
     if tuple(vector.shape) != (channels,):

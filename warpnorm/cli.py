@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import json
 import random
 import re
 import sys
@@ -35,8 +34,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return parsed.run(parsed, console)
     except (ValueError, OSError, UnavailableError) as error:
-        console.print(f"warpnorm: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _complain(str(error))
         return 2
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+
+
+def _complain(sentence: str) -> None:
+    """Where it is seen though the results go into a file."""
+    console = Console(stderr=True, width=None if sys.stderr.isatty() else 140)
+    console.print(f"warpnorm: {sentence}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 class Parser(argparse.ArgumentParser):
@@ -197,9 +205,7 @@ def _bench(parsed: argparse.Namespace, console: Console) -> int:
     if (parsed.resume or parsed.update) and not parsed.json:
         raise ValueError(f"{'--resume' if parsed.resume else '--update'} needs --json, the file that has what is done")
     if parsed.json:
-        if parsed.json.is_dir():
-            raise ValueError(f"--json: {parsed.json} is a folder; name a file in it")
-        parsed.json.parent.mkdir(parents=True, exist_ok=True)
+        report.check_place(parsed.json)
         if (parsed.resume or parsed.update) and parsed.json.exists() and not report.is_result(parsed.json):
             raise ValueError(f"{parsed.json} is no result file of bench; name another, or leave it away")
     earlier = report.read_json(parsed.json, device_name(device)) if parsed.resume or parsed.update else []
@@ -269,14 +275,14 @@ def _fuzz(parsed: argparse.Namespace, console: Console) -> int:
         if number is not None and number < 1:
             raise ValueError(f"--{name} is {number}, but must be at least 1")
     if parsed.json:
-        parsed.json.parent.mkdir(parents=True, exist_ok=True)
+        report.check_place(parsed.json)
     seed = random.randrange(10**6) if parsed.seed is None else parsed.seed
     words = [word for argument in parsed.only for word in argument.split()]
     limits = Limits(60 * parsed.minutes, parsed.cases)
     found = run_fuzz(console, limits, seed, device, words, parsed.jobs)
     if parsed.json:
         how = {"jobs": parsed.jobs, "only": words}
-        parsed.json.write_text(json.dumps(report.head(device_name(device)) | how | found.record, indent=1) + "\n")
+        report.write_whole(parsed.json, report.head(device_name(device)) | how | found.record)
     if found.is_interrupted:
         return INTERRUPTED
     return 1 if found.failures else 0
@@ -311,7 +317,7 @@ def _selected(parsed: argparse.Namespace, every: Sequence[cases.BenchCase]) -> l
 
 def _shape(text: str) -> tuple[int, ...]:
     sizes = text.lower().replace(" ", "").split("x")
-    if not all(size.isdigit() for size in sizes):
+    if not all(size.isascii() and size.isdigit() for size in sizes):
         raise ValueError(f"{text!r} is no shape; one is written like 4096x4096")
     return tuple(map(int, sizes))
 

@@ -25,6 +25,7 @@ from warpnorm.space import Space
 
 DEFAULT_TARGET = "sm_90"
 NATIVE = "as native code on the CPU"
+NOTHING_RUNS: dict[str, Any] = {"launches": (), "bytes_moved": 0, "least_bytes": 0}
 LAST_TASKS = ", last tasks"  # of pattern `column`, where they have a kernel of their own
 
 
@@ -150,6 +151,9 @@ def _explanation(
     outputs = [
         View.of(pipeline.empty_output(call, operands, shape, dtype, torch.device("meta"))) for dtype in call.outputs
     ]
+    described_views, is_empty = views, 0 in shape
+    if is_empty:  # there is no plan for it: that of a small one is shown, without launches
+        views, outputs = ([_not_empty(view, call) for view in some] for some in (views, outputs))
     problem, space = pipeline.forward_problem(call, (*views, *outputs))
     wanted = tuple(i for i, o in enumerate(operands) if isinstance(o, torch.Tensor) and o.requires_grad)
     backward = None
@@ -166,6 +170,9 @@ def _explanation(
         problem_and_space = pipeline.backward_problem(of_call, (*kept, *grads), given, wanted)
         backward = _backward(*problem_and_space, kept, grads, device, asm)
     forward = _forward(problem, space, views, outputs, device, asm)
+    if is_empty:
+        forward = replace(forward, **NOTHING_RUNS)
+        backward = replace(backward, **NOTHING_RUNS) if backward is not None else None
     route = _route(tensors, device_at_hand, call)
     if route == NATIVE:
         why = pipeline.refusal(call, (*views, *outputs))
@@ -186,7 +193,7 @@ def _explanation(
     names = [*prepared.captured.names, *["seed", "offset"] * prepared.captured.draws]
     described = tuple(
         f"{name}: {'x'.join(map(str, view.shape)) or 'scalar'} {str(view.dtype).removeprefix('torch.')}, {operand.axes}"
-        for name, view, operand in zip(names, views, problem.operands, strict=False)
+        for name, view, operand in zip(names, described_views, problem.operands, strict=False)
     )
     return Explanation(
         name=getattr(fused, "__qualname__", "function"),
@@ -202,6 +209,11 @@ def _explanation(
         is_assumed=is_here and device_at_hand.type != "cuda",
         refusal=folder.refusal(settings.current().cache_dir),
     )
+
+
+def _not_empty(view: View, call: Call) -> View:
+    """With sizes in place of none that groups of channels divide."""
+    return view._replace(shape=tuple(size or max(1, call.groups) for size in view.shape))
 
 
 def _norm(call: Call, dims: int) -> str:

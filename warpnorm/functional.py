@@ -309,10 +309,12 @@ def instance_norm(
 
 
 def _elsewhere(function: Callable[..., Any], relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-    """A call on tensors of another class, which takes it over; those on DTensors go to `parallel`."""
+    """A call on tensors of another class, which takes it over; those on DTensors go to `parallel`. Keywords that say nothing
+    are left away: jagged tensors know an `rms_norm` by its name, and only PyTorch's arguments of it."""
     if is_sharded(args[0]) and on_shards is not None:
         return on_shards(function, *args, **kwargs)
-    return handle_torch_function(function, relevant, *args, **kwargs)
+    given = {name: value for name, value in kwargs.items() if not (value is None or value is False or _is_zero(value))}
+    return handle_torch_function(function, relevant, *args, **given)
 
 
 def normalize_and_average(
@@ -335,8 +337,12 @@ def _is_zero(weight_offset: float) -> bool:
 def _takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: Norm = LAYER_NORM) -> bool:
     """Whether a call without extras may go to PyTorch's operator unchecked: it is quicker than to check, and what the
     operator refuses is checked after all."""
-    if torch.compiler.is_compiling() or not isinstance(input, torch.Tensor) or not input.is_cpu:
+    if torch.compiler.is_compiling() or not isinstance(input, torch.Tensor):
         return False  # a compiler would not see the refusal
+    if not pipeline.is_strided(input):  # nobody else can read it
+        return True
+    if not input.is_cpu:
+        return False
     route = settings.current().route
     if route != "auto":
         return route == "reference"

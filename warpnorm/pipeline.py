@@ -168,15 +168,19 @@ def native_text(problem: ForwardProblem | BackwardProblem) -> str:
 
 def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
     """Whether something traces or transforms the call, which sees PyTorch's operators only: compilers, `torch.func`,
-    forward-mode gradients, dispatch modes, subclasses that may have no memory of their own."""
+    forward-mode gradients, dispatch modes, subclasses and layouts that may have no memory of their own."""
     return (
         torch.compiler.is_compiling()
         or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
         or forward_ad._current_level >= 0
-        or any(type(t) not in PLAIN_TYPES and isinstance(t, torch.Tensor) for t in tensors)
+        or any(isinstance(t, torch.Tensor) and (type(t) not in PLAIN_TYPES or not is_strided(t)) for t in tensors)
     )
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def is_traced(tensors: Sequence[torch.Tensor | float | None]) -> bool:

@@ -93,7 +93,7 @@ def test_missing_rivals_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("command", [["bench", "--rivals", "nobody"], ["bench", "--only", "no such case"]])
 def test_what_does_not_exist_is_named(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command) == 2
-    printed = capsys.readouterr().out
+    printed = capsys.readouterr().err
     assert command[-1].split()[0] in printed
 
 
@@ -325,7 +325,7 @@ def test_some_cases_are_measured_anew_and_the_others_kept(
         assert (record["measurements"][0]["ms"], record["commit"]) == ((7.0, "def") if is_new else (1.0, "abc"))
     path.write_text(json.dumps({**after, "torch": "1.0"}))
     assert bench_with(path, "--update") == 2
-    assert "another machine or other versions" in capsys.readouterr().out
+    assert "another machine or other versions" in capsys.readouterr().err
     assert json.loads(path.read_text())["torch"] == "1.0", "nothing was written"
 
 
@@ -350,9 +350,9 @@ def test_shapes_and_dtypes_are_chosen(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--dtype", "fp64"), "no such case has a dtype of fp64"),
     ):
         assert bench_with(path, *arguments) == 2
-        assert said in capsys.readouterr().out
+        assert said in capsys.readouterr().err
     assert main(["bench", "--resume"]) == 2
-    assert "--resume needs --json" in capsys.readouterr().out
+    assert "--resume needs --json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("norm", inside.WORKLOADS)
@@ -374,6 +374,7 @@ def test_explain_shows_what_runs_here(capsys: pytest.CaptureFixture[str]) -> Non
     ("arguments", "said"),
     [
         (["layer_norm", "--shape", "2000y"], "4096x4096"),
+        (["layer_norm", "--shape", "8x²"], "4096x4096"),
         (["group_norm", "--shape", "4x31x5"], "do not divide 31 channels"),
         (["batch_norm", "--shape", "8"], "needs a shape with channels"),
         (["batch_norm", "--shape", "8x8", "--layout", "nhwc"], "channels last is for shapes such as"),
@@ -381,7 +382,7 @@ def test_explain_shows_what_runs_here(capsys: pytest.CaptureFixture[str]) -> Non
 )
 def test_explain_refuses_in_a_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", *arguments]) == 2
-    assert said in capsys.readouterr().out
+    assert said in capsys.readouterr().err
 
 
 def test_check_is_a_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -457,9 +458,12 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_measured(
     monkeypatch.setattr(run, "_run_case", lambda *args: pytest.fail("measured"))
     (tmp_path / "file").touch()
     assert bench_with(tmp_path) == 2
-    assert "is a folder; name a file in it" in capsys.readouterr().out
+    assert "is a folder; name a file in it" in capsys.readouterr().err
     assert bench_with(tmp_path / "file" / "results.json") == 2
-    assert "file" in capsys.readouterr().out
+    assert "file" in capsys.readouterr().err
+    monkeypatch.setattr("warpnorm.cli.run_fuzz", lambda *args: pytest.fail("run"))
+    assert main(["fuzz", "--json", str(tmp_path)]) == 2
+    assert "is a folder; name a file in it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--resume", "--update"])
@@ -469,11 +473,12 @@ def test_what_is_no_result_file_is_not_overwritten(
     path = tmp_path / "notes.json"
     path.write_text('{"mine": 1}')
     assert bench_with(path, option) == 2
-    assert "is no result file of bench" in capsys.readouterr().out
+    assert "is no result file of bench" in capsys.readouterr().err
     assert path.read_text() == '{"mine": 1}'
     assert bench_with(path, "--resume", "--update") == 2
 
 
-def test_a_shape_that_no_machine_has(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "layer_norm", "--shape", "99999999999x99999999999"]) == 2
-    assert "larger than this machine can have" in capsys.readouterr().out
+@pytest.mark.parametrize("shape", ["99999999999x99999999999", "99999999999999999999x4"])
+def test_a_shape_that_no_machine_has(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "layer_norm", "--shape", shape]) == 2
+    assert "larger than this machine can have" in capsys.readouterr().err

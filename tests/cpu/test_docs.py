@@ -371,3 +371,11 @@ def renew(path: Path) -> None:
 if __name__ == "__main__":
     for page_with_code in WITH_CODE:
         renew(page_with_code)
+
+
+def test_getting_started_denies_nothing_that_is_there() -> None:
+    """It said for long that there is no SyncBatchNorm."""
+    text = " ".join((ROOT / "docs/getting_started.md").read_text().split())
+    denied = [name for name in (*warpnorm.nn.__all__, "DTensor") if f"no {name}" in text]
+    assert denied == []
+    assert "(scaling.md)" in text

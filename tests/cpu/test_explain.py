@@ -251,6 +251,22 @@ def test_route_says_why() -> None:
     assert route(*meta) == "as plain PyTorch, because its tensors are on meta"
 
 
+@pytest.mark.parametrize("shape", [(0, 6, 5, 5), (8, 6, 0, 3), (8, 0, 3, 3), (0, 6)], ids=str)
+def test_what_has_no_elements_launches_nothing(shape: tuple[int, ...]) -> None:
+    """Batches of no images ended in a ZeroDivisionError of the plan."""
+    x, weight = torch.empty(shape, requires_grad=True), torch.ones(shape[1], requires_grad=True)
+    for function in (
+        lambda x, weight: F.batch_norm(x, None, None, weight, training=True),
+        lambda x, weight: F.group_norm(x, 2, weight),
+        lambda x, weight: F.layer_norm(x, x.shape[1:]) * 2,
+        lambda x, weight: F.layer_norm(x, x.shape[-1:]) * (1 + x[:, :1]),
+    ):
+        found = warpnorm.explain(function, x, weight)
+        assert "no elements" in found.route
+        assert found.forward.launches == found.backward.launches == ()  # type: ignore[union-attr]
+        assert found.forward.bytes_moved == 0
+
+
 def test_refuses_what_fuse_refuses() -> None:
     with pytest.raises(FusionError, match=r"aten\.cumsum"):
         warpnorm.explain(lambda x: F.layer_norm(x.cumsum(-1), (8,)), random((4, 8)))

@@ -249,7 +249,7 @@ def test_the_interpreter_is_left_to_the_tests(
     """It truncates bfloat16: an rms_norm of one value was reported as wrong."""
     monkeypatch.setattr(settings, "is_interpreting", lambda: True)
     assert main(["fuzz", "--device", "cpu"]) == 2
-    assert "tests/interpreter/test_fuzz.py" in capsys.readouterr().out
+    assert "tests/interpreter/test_fuzz.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("what", SAID)
@@ -257,4 +257,4 @@ def test_what_cannot_be_is_said(what: str, capsys: pytest.CaptureFixture[str]) -
     if "GPU" in what and torch.cuda.is_available():
         pytest.skip("there is one")
     assert main(["fuzz", *SAID[what]]) == 2
-    assert what in capsys.readouterr().out
+    assert what in capsys.readouterr().err

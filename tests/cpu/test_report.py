@@ -265,7 +265,7 @@ def test_what_is_no_result_file_is_refused(case: Refusal, tmp_path: Path, capsys
     if case.content is not None:
         path.write_text(case.content)
     assert main(["report", str(good), str(path), "--out", str(tmp_path / "out")]) == 2, case.why
-    printed = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().err.split())
     assert case.said in printed
     assert "warpnorm bench --json" in printed
     assert not (tmp_path / "out").exists()
@@ -274,12 +274,12 @@ def test_what_is_no_result_file_is_refused(case: Refusal, tmp_path: Path, capsys
 def test_files_of_a_checkout_are_found(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
-    assert "there is no result file in benchmarks/results" in capsys.readouterr().out
+    assert "there is no result file in benchmarks/results" in capsys.readouterr().err
     result_file(Path("benchmarks/results/gpu.json"), row())
     assert main(["report"]) == 0
     assert capsys.readouterr().out.splitlines() == ["wrote docs/performance.md", "wrote docs/performance.html"]
     assert main(["report", "--out", "benchmarks/results/gpu.json"]) == 2
-    assert "--out names another folder" in capsys.readouterr().out
+    assert "--out names another folder" in capsys.readouterr().err
 
 
 def test_a_missing_matplotlib_is_said(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:  # type: ignore[no-untyped-def]
@@ -287,7 +287,7 @@ def test_a_missing_matplotlib_is_said(tmp_path: Path, monkeypatch, capsys: pytes
     path = result_file(tmp_path / "gpu.json", *rows)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(path), "--out", str(tmp_path / "out")]) == 2
-    assert "pip install matplotlib" in capsys.readouterr().out
+    assert "pip install matplotlib" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -53,7 +53,7 @@ def explained(case: BenchCase, target: str | None, asm: bool) -> Explanation:
         ]
         of_samples = (shape[0], *[1] * (len(shape) - 2), shape[-1])
         full += [torch.empty(of_samples, dtype=of_full) for _ in range(workload.samples)]
-    except RuntimeError:
+    except (RuntimeError, TypeError):  # TypeError: a size that is no 64-bit number
         raise ValueError(f"a tensor of {case.size} elements is larger than this machine can have") from None
     vectors = [torch.empty(shape[workload.parameter_dim], dtype=of_vectors) for _ in range(workload.parameters)]
     if case.direction == BACKWARD:

@@ -4,7 +4,9 @@ import json
 import os
 import platform
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -122,11 +124,32 @@ def _verdict(ours: Measurement | None) -> str:
 
 
 def write_json(run: Run, path: Path, kept: Sequence[dict[str, Any]] = ()) -> None:
-    """With `kept`, records of other cases. In one step: a run that is stopped while it writes leaves what was there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """With `kept`, records of other cases."""
+    write_whole(path, _record(run, kept))
+
+
+def write_whole(path: Path, record: dict[str, Any]) -> None:
+    """In one step: a run that is stopped while it writes leaves what was there."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(_record(run, kept), indent=1) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(record, indent=1) + "\n")
+        partial.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def check_place(path: Path) -> None:
+    """That a file can be written there, found out before hours go into what it will hold."""
+    if path.is_dir():
+        raise ValueError(f"--json: {path} is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"--json: cannot write to {path.parent}: {error.strerror}; name a file elsewhere") from None
 
 
 def _record(run: Run, kept: Sequence[dict[str, Any]]) -> dict[str, Any]:

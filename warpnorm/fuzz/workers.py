@@ -2,12 +2,13 @@
 was in, and the others go on."""
 
 import itertools
+import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -56,6 +57,20 @@ def work(wire: connection.Connection, first: int, step: int, device: str, words:
         run_rounds(itertools.count(first, step), device, words, Sender(wire))
     with suppress(BrokenPipeError):
         wire.send(("end", None))
+
+
+@contextmanager
+def deaf() -> Iterator[None]:
+    """A process that is started here does not hear Ctrl-C, and neither do those that it starts; here it is heard after."""
+    if os.name != "posix":
+        yield
+        return
+    resource_tracker.ensure_running()  # which would let Ctrl-C through when it is first started
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -129,7 +144,8 @@ def _start(first: int, step: int, device: str, words: Sequence[str]) -> Worker:
     context = get_context("spawn")
     wire, theirs = context.Pipe()
     process = context.Process(target=work, args=(theirs, first, step, device, tuple(words)), daemon=True)
-    process.start()
+    with deaf():  # seconds pass until it gets to `work`
+        process.start()
     theirs.close()
     return Worker(process, wire, time.monotonic())
 

@@ -1,0 +1,53 @@
+"""How commands end that are interrupted, or whose output cannot be written: in one line, and a status that says so."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from warpnorm.bench import inside, run
+from warpnorm.cli import main
+
+
+def test_an_interrupt_anywhere_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(inside, "explained", interrupted)
+    monkeypatch.setattr(run.repeat, "prepare_launcher", interrupted)
+    for command in (["explain", "layer_norm"], ["demo"], ["bench", "--quick"]):
+        assert main(command) == 130
+        assert capsys.readouterr().err == "warpnorm: interrupted\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a file that is always full")
+def test_output_that_cannot_be_written_is_said() -> None:
+    """The sentence went to where nothing could be written either."""
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            [sys.executable, "-m", "warpnorm", "check"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert found.returncode == 2
+    assert "No space left on device" in found.stderr
+    assert "Traceback" not in found.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_an_interrupt_before_the_first_call_ends_the_run_as_one() -> None:
+    """Processes died of Ctrl-C while they started, and the run ended in their tracebacks."""
+    command = [sys.executable, "-m", "warpnorm", "fuzz", "--seed", "7", "--device", "cpu", "--jobs", "2"]
+    started = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    assert started.stdout is not None
+    first = started.stdout.readline()
+    time.sleep(0.5)  # they are importing
+    os.killpg(started.pid, signal.SIGINT)
+    printed = first + started.communicate(timeout=100)[0]
+    assert started.returncode == 130, printed
+    assert "Traceback" not in printed
+    assert "0 failures; seed 7" in printed

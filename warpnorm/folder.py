@@ -87,6 +87,16 @@ def write(path: Path, text: str) -> None:
         raise
 
 
+def read(path: Path) -> tuple[bytes, os.stat_result]:
+    """What a file holds, and what is known of it; an OSError where it is none: a pipe would be waited for."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{path} is not a file")
+        return file.read(), found
+
+
 def seal(library: Path) -> None:
     """Ends a library with the digest of what it is, which those that load it do not read."""
     with library.open("r+b") as file:
@@ -97,9 +107,7 @@ def seal(library: Path) -> None:
 def is_sealed(library: Path) -> bool:
     """Whether a library is whole, and its file one that nobody else can have written."""
     try:
-        with library.open("rb") as file:
-            found = os.fstat(file.fileno())
-            content = file.read()
+        content, found = read(library)
     except OSError:
         return False
     size = len(SEAL) + hashlib.sha256().digest_size

@@ -12,6 +12,7 @@ import pytest
 
 from warpnorm import settings
 from warpnorm.codegen import cache
+from warpnorm.folder import is_sealed
 
 numbers = count()
 
@@ -105,6 +106,17 @@ def test_bytecode_beside_the_file_is_never_run(folder: Path, source: str) -> Non
     forget(source)
     assert cache.load(source).answer() == 42
     assert bytecode.read_bytes() == b"anything"
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder: Path, source: str) -> None:
+    cache.load(source)
+    (path,) = folder.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    assert not is_sealed(path)
+    forget(source)
+    assert cache.load(source).answer() == 42
+    assert path.read_text() == source
 
 
 def test_link_to_a_foreign_file_is_replaced_not_followed(folder: Path, source: str, tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def _write(source: str) -> Path:
 def _write_in(home: Path, name: str, source: str) -> Path:
     path = home / name
     try:
-        if path.read_text() == source:
+        if folder.read(path)[0].decode() == source:
             return path
     except (OSError, UnicodeDecodeError):
         pass

@@ -26,7 +26,7 @@ def kept(what: tuple[Any, ...], trace: Callable[[], tuple[Graph, ...]]) -> tuple
     key = hashlib.sha256("\0".join([*map(repr, what), torch.__version__, _version()]).encode()).hexdigest()[:32]
     name = f"graphs_{key}.json"
     try:
-        return tuple(map(_graph, json.loads((folder.current() / name).read_text())))
+        return tuple(map(_graph, json.loads(folder.read(folder.current() / name)[0])))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):  # not there, or damaged
         pass
     graphs = trace()

@@ -21,6 +21,11 @@ def check_input(name: str, input: Any) -> None:
         raise InputTypeError(f"{name}: input must be a tensor, but is a {type(input).__name__}")
     if input.dtype not in DTYPES:
         raise InputError(f"{name}: input has dtype {input.dtype}, but must be float64, float32, float16 or bfloat16")
+    if input.is_nested and input.layout is torch.strided:
+        raise InputError(
+            f"{name}: input is a nested tensor without a shape, and PyTorch's operator does not take it so: it takes weight "
+            "and bias of the dtype of input in layer_norm; or make it one with layout=torch.jagged"
+        )
 
 
 def output_dtype(name: str, input: torch.Tensor) -> torch.dtype:

@@ -309,10 +309,12 @@ def instance_norm(
 
 
 def _elsewhere(function: Callable[..., Any], relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-    """A call on tensors of another class, which takes it over; those on DTensors go to `parallel`."""
+    """A call on tensors of another class, which takes it over; those on DTensors go to `parallel`. Keywords beyond PyTorch's
+    that ask for nothing are left away: a class may go by the name of the function, and know PyTorch's arguments alone."""
     if is_sharded(args[0]) and on_shards is not None:
         return on_shards(function, *args, **kwargs)
-    return handle_torch_function(function, relevant, *args, **kwargs)
+    asked = {name: value for name, value in kwargs.items() if not (value is None or value is False or _is_zero(value))}
+    return handle_torch_function(function, relevant, *args, **asked)
 
 
 def normalize_and_average(
@@ -337,6 +339,8 @@ def _takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: No
     operator refuses is checked after all."""
     if torch.compiler.is_compiling() or not isinstance(input, torch.Tensor) or not input.is_cpu:
         return False  # a compiler would not see the refusal
+    if input.is_nested:  # which has no shape
+        return True
     route = settings.current().route
     if route != "auto":
         return route == "reference"

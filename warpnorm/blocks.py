@@ -10,6 +10,7 @@ from torch.fx import Proxy
 from warpnorm import parallel, pipeline
 from warpnorm.errors import InputError
 from warpnorm.fuse import fuse
+from warpnorm.library import is_sharded
 from warpnorm.trace import symbolic
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -193,7 +194,7 @@ class QKNorm(torch.nn.Module):
         packed, v = x.split(
             (count, x.shape[-2] - count), -2
         )  # unlike those of slices, their gradients are put together once
-        normalized = self._normalize(packed, self._is_query(x.device))
+        normalized = self._normalize(packed, _beside(x, self._is_query(x.device)))
         if pipeline.is_left_alone((x,)):  # vmap has no rule for the other
             return *normalized.split((self.q_heads, self.k_heads), -2), v
         q, k = torch.unsafe_split_with_sizes(normalized, (self.q_heads, self.k_heads), -2)  # either may be written into
@@ -218,6 +219,15 @@ class QKNorm(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, q_heads={self.q_heads}, k_heads={self.k_heads}, eps={self.eps}"
+
+
+def _beside(x: Any, known: torch.Tensor) -> Any:
+    """What every rank knows, as an operand beside x: beside a DTensor one that is replicated."""
+    if not is_sharded(x):
+        return known
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(known, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
 
 
 class RMSNormFloat8(torch.nn.RMSNorm):

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -327,6 +328,13 @@ def test_the_probe_leaves_no_trace() -> None:
     assert torch.get_rng_state().equal(state)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_probe_does_not_warn() -> None:
+    """Of what it asks itself: PyTorch's InstanceNorm wonders about channels that nobody gave it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "something else than a norm" in warpnorm.patch(Twice(COLS)).left[0].what
 
 
 def test_on_meta() -> None:

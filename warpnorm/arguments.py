@@ -30,7 +30,8 @@ def check_layout(name: str, what: str, tensor: torch.Tensor) -> None:
         return
     if tensor.is_nested:
         raise InputError(
-            f"{name}: {what} is a nested tensor, but must be a plain one in this call: pad it, or take its parts"
+            f"{name}: {what} is a nested tensor without a shape, which PyTorch's operator does not take in this call: make"
+            " it one with layout=torch.jagged, pad it, or take its parts"
         )
     if tensor.layout is not torch.strided:
         raise InputError(f"{name}: {what} has layout {tensor.layout}, but must be strided: give {what}.to_dense()")

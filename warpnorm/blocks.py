@@ -5,10 +5,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.fx import Proxy
 
 from warpnorm import parallel, pipeline
 from warpnorm.errors import InputError
 from warpnorm.fuse import fuse
+from warpnorm.library import is_sharded
+from warpnorm.trace import symbolic
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _queries: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # which of so many heads are queries
@@ -90,6 +93,8 @@ class BatchNormReLU2d(torch.nn.BatchNorm2d):
     alone and would drop the rest; `warpnorm.nn.SyncBatchNorm.convert_sync_batchnorm` does not."""
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(input, Proxy) and (call := symbolic.call_of(self, input, residual)) is not None:
+            return call
         self._check_input_dim(input)
         if self.momentum is None and self.training and self.track_running_stats:
             normalized = super().forward(input)
@@ -118,6 +123,8 @@ class SyncBatchNormReLU2d(torch.nn.BatchNorm2d):
         self.process_group = process_group
 
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        if isinstance(input, Proxy) and (call := symbolic.call_of(self, input, residual)) is not None:
+            return call
         self._check_input_dim(input)
         if not self.training and self.running_mean is None:  # by the batch here, as PyTorch's SyncBatchNorm
             normalized = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
@@ -176,6 +183,8 @@ class QKNorm(torch.nn.Module):
         self.k_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if isinstance(x, Proxy) and (call := symbolic.call_of(self, x)) is not None:
+            return call[0], call[1], call[2]
         count = self.q_heads + self.k_heads
         if x.ndim < 2 or x.shape[-1] != self.head_dim or x.shape[-2] < count:
             raise InputError(
@@ -185,7 +194,7 @@ class QKNorm(torch.nn.Module):
         packed, v = x.split(
             (count, x.shape[-2] - count), -2
         )  # unlike those of slices, their gradients are put together once
-        normalized = self._normalize(packed, self._is_query(x.device))
+        normalized = self._normalize(packed, _beside(x, self._is_query(x.device)))
         if pipeline.is_left_alone((x,)):  # vmap has no rule for the other
             return *normalized.split((self.q_heads, self.k_heads), -2), v
         q, k = torch.unsafe_split_with_sizes(normalized, (self.q_heads, self.k_heads), -2)  # either may be written into
@@ -210,6 +219,15 @@ class QKNorm(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, q_heads={self.q_heads}, k_heads={self.k_heads}, eps={self.eps}"
+
+
+def _beside(x: Any, known: torch.Tensor) -> Any:
+    """What every rank knows, as an operand beside x: beside a DTensor one that is replicated."""
+    if not is_sharded(x):
+        return known
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(known, x.device_mesh, [Replicate()] * x.device_mesh.ndim, run_check=False)
 
 
 class RMSNormFloat8(torch.nn.RMSNorm):

@@ -23,7 +23,7 @@ from warpnorm.parallel import exchange, split
 from warpnorm.parallel import functional as parallel
 from warpnorm.parallel.opened import opened
 from warpnorm.problem import Call, Running
-from warpnorm.trace import environment, fusion, handlers
+from warpnorm.trace import environment, fusion, handlers, symbolic
 from warpnorm.trace.arrange import Prepared, arrange, is_host_scalar, leader
 
 _log = logging.getLogger(__name__)
@@ -102,6 +102,9 @@ class Fused:
             return compiled.run(self.__wrapped__, given, kwargs)
         if pipeline.is_seen_through(()):
             return self.__wrapped__(*given, **kwargs)
+        proxy = symbolic.proxy_in(args, kwargs)
+        if proxy is not None:
+            return self._symbolic(proxy, owner, args, kwargs)
         request = self.request(owner, args, kwargs)
         if pipeline.is_seen_through(request.tensors):
             if any(map(is_sharded, request.tensors)):
@@ -138,6 +141,15 @@ class Fused:
                 repeat.offer_fused(prepared.captured, call, plain, of_call, is_tuple, prepared.differentiable)
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
+
+    def _symbolic(self, proxy: torch.fx.Proxy, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call in a symbolic trace: one node that is fused when it runs; of any method but a module's `forward`, which is
+        no function of its arguments alone, the plain PyTorch that it is."""
+        if owner is NOTHING:
+            return proxy.tracer.create_proxy("call_function", self, args, kwargs)
+        is_forward = isinstance(owner, torch.nn.Module) and getattr(type(owner), "forward", None) is self
+        found = symbolic.call_of(owner, *args, **kwargs) if is_forward else None
+        return self.__wrapped__(owner, *args, **kwargs) if found is None else found
 
     def _on_shards(self, request: Request) -> Any:
         """One call on DTensors, by what lies here of them; as plain PyTorch where that cannot be."""

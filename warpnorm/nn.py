@@ -4,6 +4,7 @@ something fused around them are of `blocks.py`."""
 from typing import Any
 
 import torch
+from torch.fx import Proxy
 
 from warpnorm import functional, parallel
 from warpnorm.blocks import (
@@ -18,6 +19,7 @@ from warpnorm.blocks import (
     SyncBatchNormReLU2d,
 )
 from warpnorm.errors import InputError
+from warpnorm.trace import symbolic
 
 __all__ = [
     "AdaLayerNorm",
@@ -72,6 +74,8 @@ class GroupNorm(torch.nn.GroupNorm):
 class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """As PyTorch's, but a batch that is refused is not counted."""
+        if isinstance(input, Proxy) and (call := symbolic.call_of(self, input)) is not None:
+            return call
         self._check_input_dim(input)
         is_tracking = self.training and self.track_running_stats
         mean, variance = self.running_mean, self.running_var
@@ -184,6 +188,11 @@ class LazyBatchNorm3d(_BatchNorm, torch.nn.LazyBatchNorm3d):
 
 
 class _InstanceNorm(torch.nn.modules.instancenorm._InstanceNorm):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if isinstance(input, Proxy) and (call := symbolic.call_of(self, input)) is not None:
+            return call
+        return super().forward(input)
+
     def _apply_instance_norm(self, input: torch.Tensor) -> torch.Tensor:
         """PyTorch's forward calls this, with a batch of one where the input is a single sample."""
         use_input_stats = self.training or not self.track_running_stats

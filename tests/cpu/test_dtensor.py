@@ -340,6 +340,23 @@ def fused_batch(rank: int, world: int) -> None:
                 assert mine.full_tensor() == true, "batches are counted"
 
 
+def packed_heads(rank: int, world: int) -> None:
+    """QKNorm brings a tensor of its own, which has to lie beside the others on every rank; no head is gathered."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.func import functional_call
+
+    def ours(x: Any, q_weight: Any, k_weight: Any) -> Any:
+        return functional_call(nn.QKNorm(64, 3, 2), {"q_weight": q_weight, "k_weight": k_weight}, (x,))
+
+    def theirs(x: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k, v = x.split((3, 2, 2), -2)
+        return F.rms_norm(q, (64,), q_weight, 1e-6), F.rms_norm(k, (64,), k_weight, 1e-6), v
+
+    for dim in (0, 1):
+        tensors = [torch.randn(4, 8, 7, 64), torch.randn(64), torch.randn(64)]
+        check(ours, theirs, world, tensors, [Shard(dim), Replicate(), Replicate()], forward=0, backward=2)
+
+
 class Stack(torch.nn.Module):
     """Functions, which a compiler sees the local part of, and a fused one, which is an operator on DTensors."""
 
@@ -449,7 +466,7 @@ def refused(rank: int, world: int) -> None:
 
 CHECKS = (
     rows, hidden, by_channel, running, sequence_parallel, fully_sharded, mixed_precision, operators, fused, fused_batch,
-    refused, compiled,
+    packed_heads, refused, compiled,
 )  # fmt: skip
 
 

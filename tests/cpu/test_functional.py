@@ -8,7 +8,9 @@ from math import prod
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import warpnorm
 from cpu.truth import (
     DTYPES,
     FUNCTIONS,
@@ -280,3 +282,28 @@ def test_only_what_is_wanted_gets_a_gradient(norm: str) -> None:
         ours(a).sum().backward()
         assert (input.grad is None, weight.grad is None) == (trained != "input", trained != "weight")
     assert not ours(Arguments(norm, random((5, 8)), (8,), random((8,)))).requires_grad
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("cols", [16, 2048], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("norm", "layout"),
+    [("layer_norm", torch.jagged), ("rms_norm", torch.jagged), ("layer_norm", torch.strided)],
+    ids=["layer_norm-jagged", "rms_norm-jagged", "layer_norm-strided"],
+)
+def test_nested_tensors(norm: str, layout: torch.layout, cols: int) -> None:
+    """As PyTorch takes them, with gradients: the ones have no shape, the others know PyTorch's arguments alone."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(count, cols, generator=generator) for count in (2, 3)]
+    vectors = torch.randn(2 if norm == "layer_norm" else 1, cols, generator=generator)
+    found = []
+    for home in (warpnorm, F):
+        leaves = [part.clone().requires_grad_() for part in (*rows, *vectors)]
+        nested = torch.nested.as_nested_tensor(leaves[:2], layout=layout)
+        parts = getattr(home, norm)(nested, (cols,), *leaves[2:], eps=1e-5).unbind()
+        sum((part * part.detach().sigmoid()).sum() for part in parts).backward()  # type: ignore[union-attr]
+        found.append([*parts, *(leaf.grad for leaf in leaves)])
+    torch.testing.assert_close(*found)
+    if layout is torch.strided:
+        with pytest.raises(warpnorm.InputError, match="nested tensor without a shape"):
+            warpnorm.layer_norm(nested, (cols,))

@@ -249,6 +249,18 @@ def test_no_tensor_at_all(given: tuple[Any, ...]) -> None:
     assert_empty(fused)
 
 
+@pytest.mark.parametrize("shape", [(), (8,), (0,)], ids=str)
+@pytest.mark.parametrize(
+    "norm_of", [lambda x: F.group_norm(x, 2), F.instance_norm, lambda x: F.batch_norm(x, None, None, training=True)],
+    ids=["group_norm", "instance_norm", "batch_norm"],
+)  # fmt: skip
+def test_an_input_without_channels(norm_of: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> None:
+    fused = warpnorm.fuse(lambda x: F.relu(norm_of(x)))
+    with pytest.raises(InputError, match=rf"_norm: input .*{len(shape)} dimensions, but must .*at least 2"):
+        fused(torch.ones(shape))
+    assert_empty(fused)
+
+
 def test_tensors_on_two_devices() -> None:
     fused = warpnorm.fuse(lambda x, y: norm(x + y))
     x, elsewhere = random((4, 8)), torch.ones(8, device="meta")

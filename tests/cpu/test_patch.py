@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,36 @@ class GatedAfter(Root):
         return (super().forward(x) * F.silu(gate.float())).to(x.dtype)
 
 
+class OneGroup(torch.nn.GroupNorm):
+    """As in PoolFormer: it is a layer_norm of (rows, cols), and of images is none."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(1, channels)
+
+
+class OneGroupByHand(OneGroup):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.group_norm(x, 1, self.weight, self.bias, self.eps)
+
+
+class WideEps(torch.nn.BatchNorm2d):
+    def __init__(self, channels: int) -> None:
+        super().__init__(channels, eps=1e-2)
+
+
+class Unchecked(torch.nn.InstanceNorm2d):
+    def _check_input_dim(self, input: torch.Tensor) -> None: ...
+
+
+class Named(torch.nn.RMSNorm):
+    """Its eps is None, which is no number to find a recipe by."""
+
+
+class Twice(torch.nn.InstanceNorm2d):
+    def _apply_instance_norm(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super()._apply_instance_norm(input)
+
+
 class NormAndMore(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(super().forward(x))
@@ -133,6 +164,15 @@ FOUND = {
     "rms_norm": Found(lambda: torch.nn.RMSNorm(COLS, eps=1e-6), "warpnorm.nn.RMSNorm"),
     "group_norm": Found(lambda: torch.nn.GroupNorm(4, COLS), "nn.GroupNorm", lambda: (torch.randn(2, COLS, 3, 3),)),
     "batch_norm": Found(lambda: torch.nn.BatchNorm2d(COLS), "nn.BatchNorm2d", lambda: (torch.randn(2, COLS, 3, 3),)),
+    "one_group": Found(lambda: OneGroup(COLS), "warpnorm.nn.GroupNorm", lambda: (torch.randn(2, COLS, 3, 3),)),
+    "one_group_by_hand": Found(
+        lambda: OneGroupByHand(COLS),
+        "layer_norm with weight and bias of inputs of 2 dimensions",
+        lambda: (torch.randn(2, COLS, 3, 3),),
+    ),
+    "other_arguments": Found(lambda: WideEps(COLS), "nn.BatchNorm2d", lambda: (torch.randn(2, COLS, 3, 3),)),
+    "other_checks": Found(lambda: Unchecked(COLS), "nn.InstanceNorm2d", lambda: (torch.randn(2, COLS, 3, 3),)),
+    "other_name": Found(lambda: Named(COLS), "warpnorm.nn.RMSNorm"),
     "instance_norm": Found(
         lambda: torch.nn.InstanceNorm2d(COLS, affine=True), "nn.InstanceNorm2d", lambda: (torch.randn(2, COLS, 3, 3),)
     ),
@@ -176,8 +216,9 @@ def test_norms_are_found(name: str) -> None:
         (lambda: torch.nn.SyncBatchNorm(COLS), "buffers"),
         (lambda: torch.nn.LazyBatchNorm1d(), "no shape yet"),
         (lambda: torch.nn.LocalResponseNorm(2), "something else than a norm"),
+        (lambda: Twice(COLS), "something else than a norm"),
     ],
-    ids=["and_more", "of_max", "of_heads", "broken", "sync", "lazy", "local_response"],
+    ids=["and_more", "of_max", "of_heads", "broken", "sync", "lazy", "local_response", "twice"],
 )
 def test_others_are_left_and_it_is_said_why(make: Callable[[], torch.nn.Module], why: str) -> None:
     model = torch.nn.Sequential(make())
@@ -287,6 +328,13 @@ def test_the_probe_leaves_no_trace() -> None:
     assert torch.get_rng_state().equal(state)
     assert all(value.equal(before[name]) for name, value in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_probe_does_not_warn() -> None:
+    """Of what it asks itself: PyTorch's InstanceNorm wonders about channels that nobody gave it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert "something else than a norm" in warpnorm.patch(Twice(COLS)).left[0].what
 
 
 def test_on_meta() -> None:

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from warpnorm import nn
 from warpnorm.errors import InputTypeError
 from warpnorm.integrate.recipes import Recipe
 from warpnorm.integrate.recognise import likeness, looks_like_a_norm, recipe_of, refusal_of
 
-# PyTorch's own, by what they are; what inherits from one of them may compute anything
+# PyTorch's own, by what they are; what inherits from one of them may compute anything, unless it keeps what ours replace
 OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
     getattr(torch.nn, name): getattr(nn, name)
     for name in (
@@ -21,6 +22,10 @@ OURS: dict[type[torch.nn.Module], type[torch.nn.Module]] = {
         "InstanceNorm2d", "InstanceNorm3d",
     )
 }  # fmt: skip
+REPLACED = {
+    kind: {name for part in ours.__mro__ if part.__module__ == nn.__name__ for name in vars(part) if name[:2] != "__"}
+    for kind, ours in OURS.items()
+}
 SHOWN = 3  # names of modules that are alike
 
 
@@ -71,7 +76,7 @@ def patch(model: torch.nn.Module) -> Report:
         if is_patched(kind) or kind.__module__.startswith("warpnorm."):
             continue
         found: Recipe | str | None
-        if kind in OURS:
+        if pytorchs(kind) is not None:
             found = refusal_of(module) or None
         elif looks_like_a_norm(module):
             key = likeness(module)
@@ -86,7 +91,7 @@ def patch(model: torch.nn.Module) -> Report:
         if isinstance(found, str):
             left.append(Change(name, kind.__name__, found))
             continue
-        swapped.append(Change(name, kind.__name__, f"warpnorm.nn.{kind.__name__}" if found is None else str(found)))
+        swapped.append(Change(name, kind.__name__, str(found or f"warpnorm.nn.{pytorchs(kind).__name__}")))  # type: ignore[union-attr]
     for module, kind in swaps:  # nothing has changed until here
         module.__class__ = kind
     return Report(tuple(swapped), tuple(left))
@@ -115,6 +120,16 @@ def is_patched(kind: type) -> bool:
     return "patched_from" in vars(kind)
 
 
+def pytorchs(kind: type[torch.nn.Module]) -> type[torch.nn.Module] | None:
+    """The norm of PyTorch's that a class is, or inherits from and computes as: it has other arguments, attributes or checks
+    at most. One that makes its objects in a way of its own is left."""
+    found = next((base for base in kind.__mro__ if base in OURS), None)
+    if found is None or issubclass(kind, LazyModuleMixin):
+        return None
+    names = ("__new__", *REPLACED[found])
+    return found if all(getattr(kind, name, None) is getattr(found, name, None) for name in names) else None
+
+
 def patched_class(kind: type[torch.nn.Module], recipe: Recipe | None) -> type[torch.nn.Module]:
     """A class of the same name that inherits from `kind`: of PyTorch's own, warpnorm's; or with a forward by a recipe."""
     if (kind, recipe) not in _classes:
@@ -127,8 +142,10 @@ _classes: dict[tuple[type[torch.nn.Module], Recipe | None], type[torch.nn.Module
 
 def _make_class(kind: type[torch.nn.Module], recipe: Recipe | None) -> type[torch.nn.Module]:
     members: dict[str, Any] = {"patched_from": kind, "recipe": recipe, "__module__": __name__, "__reduce_ex__": _reduce}
-    if recipe is None:
-        return type(kind.__name__, (OURS[kind],), members)
+    base = pytorchs(kind)
+    if recipe is None and base is not None:
+        return type(kind.__name__, (OURS[base],) if kind is base else (OURS[base], kind), members)
+    assert recipe is not None
     original = kind.forward
     parameters = list(inspect.signature(original).parameters.values())[1:]
     names, count = [parameter.name for parameter in parameters], 1 if recipe.gate is None else 2

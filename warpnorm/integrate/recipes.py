@@ -15,6 +15,8 @@ INPUT, WEIGHT, PROMOTED, WITH_GATE, SINGLE = "input", "weight", "promoted", "wit
 # A gate: silu(gate) times what comes into the norm, or what comes out of it
 BEFORE, AFTER = "before", "after"
 
+USUAL_DIMS = 3  # (batch, sequence, hidden): who has a recipe for less has to be told
+
 
 class Recipe(NamedTuple):
     """`weight` and `bias` are names of parameters, or none; `offset` is added to the weight. `eps` is the name of an
@@ -40,6 +42,8 @@ class Recipe(NamedTuple):
             words.append(f"with {'1 + ' if self.offset else ''}{self.weight}{f' and {self.bias}' if self.bias else ''}")
         if self.is_by_channel:
             words.append("over channels")
+        elif self.ndims and max(self.ndims) < USUAL_DIMS:
+            words.append(f"of inputs of {' or '.join(map(str, self.ndims))} dimensions")
         return " ".join(words)
 
     def run(self, module: torch.nn.Module, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:

@@ -4,6 +4,7 @@ copy on the CPU."""
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from itertools import product
@@ -62,6 +63,8 @@ def recipe_of(module: torch.nn.Module) -> Recipe | str:
         modes.enter_context(torch.autocast("cpu", enabled=False))
         modes.enter_context(torch.device("cpu"))
         modes.enter_context(torch.random.fork_rng(devices=[]))
+        modes.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")  # about questions that nobody but the probe asks
         try:
             return _find(module)
         except Exception as error:  # of a module that its author did not think of being copied or probed

@@ -11,6 +11,7 @@ capture        a function or an expression -> the graph of its primitive operato
 differentiate  the same of its gradients
 at_hand        what backward need not read or write twice: a sum that is an output, gradients that are one tensor
 store          graphs that were traced before, in the cache folder
+symbolic       a call as one node of `torch.fx.symbolic_trace`
 graph          a torch.fx graph -> the frozen record
 operators      the one table: primitive operator -> Triton and C
 """

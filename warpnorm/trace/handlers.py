@@ -105,7 +105,7 @@ def batch_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def group_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     given = _bound(F.group_norm if func is torch.group_norm else func, args, kwargs)
-    groups, channels = int(given["num_groups"]), fixed_size(given["input"], 1)
+    groups, channels = int(given["num_groups"]), fixed_size(_with_channels("group_norm", given["input"]), 1)
     if groups <= 0 or channels % groups:
         raise InputError(f"group_norm: num_groups is {groups}, but must divide the {channels} channels of the input")
     return _channel_norm(GROUP_NORM, given, True, groups)
@@ -113,7 +113,7 @@ def group_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 def instance_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     given = _by_name(torch.instance_norm, F.instance_norm, func, args, kwargs)
-    groups = fixed_size(given["input"], 1)
+    groups = fixed_size(_with_channels("instance_norm", given["input"]), 1)
     return _channel_norm(GROUP_NORM, given, given["use_input_stats"], groups, "instance_norm")
 
 
@@ -139,13 +139,9 @@ def _channel_norm(
 ) -> torch.Tensor:
     """`called`: what the user called, where that is not the norm."""
     called = called or norm.name
-    c: torch.Tensor = given["input"]
+    c = _with_channels(called, given["input"])
     if given.get("out") is not None or given.get("return_stats"):
         raise refuse(f"{called} with out= or return_stats=", "a kernel writes its results only", "leave it away")
-    if not c.is_floating_point() or c.ndim < 2:
-        raise InputError(
-            f"{called}: input has dtype {c.dtype} and {c.ndim} dimensions, but must be floating point with 2"
-        )
     mean, variance, momentum = given.get("running_mean"), given.get("running_var"), given.get("momentum", 0.1)
     for what in ("weight", "bias", "running_mean", "running_var"):
         if given.get(what) is not None and tuple(given[what].shape) != (c.shape[1],):
@@ -176,6 +172,15 @@ def _channel_norm(
     if given.get("bias") is not None:
         output = output + _along_channels(given["bias"], c)
     return output if output.dtype == c.dtype else relabel(output, c.dtype)
+
+
+def _with_channels(called: str, c: torch.Tensor) -> torch.Tensor:
+    """It, if it may have any."""
+    if not c.is_floating_point() or c.ndim < 2:
+        raise InputError(
+            f"{called}: input has dtype {c.dtype} and {c.ndim} dimensions, but must be floating point with at least 2"
+        )
+    return c
 
 
 def _along_channels(parameter: torch.Tensor, c: torch.Tensor) -> torch.Tensor:

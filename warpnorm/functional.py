@@ -309,8 +309,8 @@ def instance_norm(
 
 
 def _elsewhere(function: Callable[..., Any], relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-    """A call on tensors of another class, which takes it over; those on DTensors go to `parallel`. Keywords that say nothing
-    are left away: jagged tensors know an `rms_norm` by its name, and only PyTorch's arguments of it."""
+    """A call on tensors of another class, which takes it over; those on DTensors go to `parallel`. Of our own keywords
+    those that say nothing are left away: jagged tensors know an `rms_norm` by name, and only PyTorch's arguments of it."""
     if is_sharded(args[0]) and on_shards is not None:
         return on_shards(function, *args, **kwargs)
     given = {name: value for name, value in kwargs.items() if not (value is None or value is False or _is_zero(value))}

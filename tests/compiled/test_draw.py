@@ -86,4 +86,4 @@ def test_a_lone_element_for_each_thread_needs_no_addition() -> None:
 def test_what_reduces_nothing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(reduction, "read", lambda kernel: None)
     assert main(["explain", "rms_norm", "--shape", "8x64", "--target", "sm_90", "--draw"]) == 2
-    assert "rms_norm forward 8 x 64 bf16 reduces nothing along a row" in capsys.readouterr().out
+    assert "rms_norm forward 8 x 64 bf16 reduces nothing along a row" in capsys.readouterr().err

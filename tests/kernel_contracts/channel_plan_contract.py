@@ -25,7 +25,7 @@ LAYOUTS = (
     Layout("last_tails", (3, 6, 5, 5), view=last, why="the same where memory runs across the lines"),
     Layout("last_full", (4, 8, 4, 8), view=last, why="all do"),
     Layout("odd_images", (19, 6, 5, 5), why="memory runs across positions, the pieces of a row, of 19 columns"),
-    Layout("odd_images_full", (16, 32, 3, 3), why="and fills their blocks"),
+    Layout("odd_images_full", (16, 16, 3, 3), why="and fills their blocks"),
 )
 
 PLANS = (

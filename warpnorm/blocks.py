@@ -67,8 +67,9 @@ class GatedRMSNorm(torch.nn.RMSNorm):
 
 class AdaLayerNorm(torch.nn.LayerNorm):
     """`layer_norm(x) * (1 + scale) + shift`, where each sample has a scale and a shift of its own, as in a diffusion
-    transformer: x is (samples, ..., cols), scale and shift are (samples, cols). There are no parameters unless
-    `elementwise_affine=True` asks for them."""
+    transformer: x is (samples, ..., cols), scale and shift are (samples, cols), or broadcast against x: one for all,
+    (cols,), or one for each token, as many dimensions as x. There are no parameters unless `elementwise_affine=True` asks
+    for them."""
 
     def __init__(
         self, normalized_shape: int, eps: float = 1e-5, elementwise_affine: bool = False, bias: bool = True,
@@ -80,10 +81,15 @@ class AdaLayerNorm(torch.nn.LayerNorm):
 
     @fuse
     def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        between = (1,) * (x.ndim - 2)
-        scale = scale.view(scale.shape[0], *between, scale.shape[-1])
-        shift = shift.view(shift.shape[0], *between, shift.shape[-1])
-        return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps) * (1 + scale) + shift
+        normalized = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        return normalized * (1 + _by_sample(scale, x.ndim)) + _by_sample(shift, x.ndim)
+
+
+def _by_sample(modulation: torch.Tensor, dims: int) -> torch.Tensor:
+    """(samples, cols) as (samples, 1, ..., cols)."""
+    if modulation.ndim in (0, 1, dims):
+        return modulation
+    return modulation.view(modulation.shape[0], *(1,) * (dims - 2), modulation.shape[-1])
 
 
 class BatchNormReLU2d(torch.nn.BatchNorm2d):

@@ -4,13 +4,15 @@ teams and of calls that come again a fourth; WARPNORM_TEST_ALL=1 has all."""
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from selection import select
-from warpnorm import settings
+from warpnorm import pipeline, settings
+from warpnorm.plan import device as devices
 
 if not settings.is_interpreting():
     collect_ignore_glob = ["test_*.py"]
@@ -33,6 +35,18 @@ def kernels_on_poisoned_memory() -> Iterator[None]:
     with settings.override(route="kernels"):
         yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def as_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """By the plans of a GPU."""
+    gpu = replace(devices.KNOWN["sm_90"], backend="interpreter", arch="cpu")
+    monkeypatch.setattr(devices, "_numbers", lambda device: gpu)
+    pipeline.prepare_forward.cache_clear()
+    pipeline.prepare_backward.cache_clear()
+    yield
+    pipeline.prepare_forward.cache_clear()
+    pipeline.prepare_backward.cache_clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

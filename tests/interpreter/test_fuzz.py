@@ -2,15 +2,12 @@
 then also by the plans of a GPU, whose programs run at the same time."""
 
 import os
-from dataclasses import replace
 
 import pytest
 
 from interpreter import together
-from warpnorm import pipeline
 from warpnorm.fuzz import batches, run
 from warpnorm.fuzz.kinds import Kind
-from warpnorm.plan import device as devices
 
 MINUTES = float(os.environ.get("WARPNORM_TEST_FUZZ_MINUTES", "0"))
 SEED = int(os.environ.get("WARPNORM_TEST_FUZZ_SEED", "0"))
@@ -29,6 +26,7 @@ def test_random_calls(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(not MINUTES, reason="takes minutes: WARPNORM_TEST_FUZZ_MINUTES")
+@pytest.mark.usefixtures("as_chosen")
 @pytest.mark.parametrize("words", [("layer_norm",), ("rms_norm",), ("batch_norm",), ("group_norm",)], ids=" ".join)
 def test_random_calls_as_a_gpu_would(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes of which each takes another pattern, none of them much work."""
@@ -39,19 +37,13 @@ def test_random_calls_as_a_gpu_would(words: tuple[str, ...], monkeypatch: pytest
         return batches._large_rows(draws, kind) if kind.cols else batches._large_images(draws, kind)
 
     inner_of = batches.inner_of
-    gpu = replace(devices.KNOWN["sm_90"], backend="interpreter", arch="cpu")
-    monkeypatch.setattr(devices, "_numbers", lambda device: gpu)
     monkeypatch.setattr(batches, "inner_of", large)
     monkeypatch.setattr(batches, "COUNTS", {"plain": (4,), "fused": (3,)})
     monkeypatch.setattr(batches, "LARGEST_ON_GPU", 1 << 20)
     monkeypatch.setattr(batches, "CHANNELS", (8, 16, 24))
     monkeypatch.setattr(batches, "SIDES", (7, 8, 14, 16, 28, 32, 56))
     monkeypatch.setattr(batches, "MOST_SAMPLES", 40)
-    pipeline.prepare_forward.cache_clear()
-    pipeline.prepare_backward.cache_clear()
     with together.at_once(SEED):
         found = run.fuzz(run.Limits(60 * MINUTES), SEED, "cpu", words)
-    pipeline.prepare_forward.cache_clear()
-    pipeline.prepare_backward.cache_clear()
     print(found.summary)
     assert found.failures == [], [(failure.why, failure.code) for failure in found.failures]

@@ -30,7 +30,6 @@ from kernel_contracts.running import check_accuracy as check_rows
 from warpnorm import pipeline, settings
 from warpnorm.kernels import messages
 from warpnorm.norms import Norm
-from warpnorm.plan import device as devices
 from warpnorm.plan.plan import HELD, TEAM, Plan
 from warpnorm.problem import View
 
@@ -114,18 +113,6 @@ def test_nan_stays_in_its_row(norm: Norm) -> None:
     for result in (found.output, found.gradients[0]):
         assert result.isnan().all(1).tolist() == [False, False, False, True, False]
         assert result.isnan().any(1).tolist() == [False, False, False, True, False]
-
-
-@pytest.fixture
-def as_chosen(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """By the plans of a GPU."""
-    gpu = replace(devices.KNOWN["sm_90"], backend="interpreter", arch="cpu")
-    monkeypatch.setattr(devices, "_numbers", lambda device: gpu)
-    pipeline.prepare_forward.cache_clear()
-    pipeline.prepare_backward.cache_clear()
-    yield
-    pipeline.prepare_forward.cache_clear()
-    pipeline.prepare_backward.cache_clear()
 
 
 @pytest.mark.usefixtures("as_chosen")

@@ -89,6 +89,11 @@ def _by_sample(modulation: torch.Tensor, dims: int) -> torch.Tensor:
     """(samples, cols) as (samples, 1, ..., cols)."""
     if modulation.ndim in (0, 1, dims):
         return modulation
+    if modulation.ndim > dims or any(size != 1 for size in modulation.shape[1:-1]):
+        raise InputError(
+            f"AdaLayerNorm: scale or shift has shape {tuple(modulation.shape)}, but x has {dims} dimensions, so it must be"
+            f" (samples, cols), (cols,), or broadcast against x with {dims} dimensions"
+        )
     return modulation.view(modulation.shape[0], *(1,) * (dims - 2), modulation.shape[-1])
 
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused(make: Any, says: str) -> None:
 
 @pytest.mark.parametrize("shape", [(), (2048,), (1, 2048), (3, 2048), (3, 1, 2048), (3, 5, 2048)], ids=str)
 def test_a_modulation_for_all_for_samples_and_for_tokens(shape: tuple[int, ...]) -> None:
-    x, scale, shift = torch.randn(3, 5, 2048), torch.randn(shape), torch.randn(shape)
+    x, scale, shift = (torch.randn(s, dtype=torch.float64) for s in ((3, 5, 2048), shape, shape))
     inputs = [t.requires_grad_() for t in (x, scale, shift)]
     spread = [t[:, None] if t.ndim == 2 else t for t in (scale, shift)]
     expected = F.layer_norm(x, (2048,)) * (1 + spread[0]) + spread[1]
@@ -166,4 +166,10 @@ def test_a_modulation_for_all_for_samples_and_for_tokens(shape: tuple[int, ...])
     torch.testing.assert_close(found, expected)
     grad = torch.randn_like(found)
     for a, b in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 8), (3, 1, 1, 1, 8)], ids=str)
+def test_a_modulation_that_fits_nowhere_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(InputError, match="x has 4 dimensions, so it must be"):
+        warpnorm.nn.AdaLayerNorm(8)(torch.randn(3, 5, 2, 8), torch.randn(shape), torch.randn(3, 8))

@@ -47,3 +47,4 @@ def test_random_calls_as_a_gpu_would(words: tuple[str, ...], monkeypatch: pytest
         found = run.fuzz(run.Limits(60 * MINUTES), SEED, "cpu", words)
     print(found.summary)
     assert found.failures == [], [(failure.why, failure.code) for failure in found.failures]
+    assert found.cases >= 4

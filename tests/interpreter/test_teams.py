@@ -29,7 +29,7 @@ from kernel_contracts.running import NORMS, call_for, operands_for, run_planned
 from kernel_contracts.running import check_accuracy as check_rows
 from warpnorm import pipeline, settings
 from warpnorm.kernels import messages
-from warpnorm.norms import Norm
+from warpnorm.norms import LAYER_NORM, Norm
 from warpnorm.plan.plan import HELD, TEAM, Plan
 from warpnorm.problem import View
 
@@ -79,6 +79,22 @@ def test_a_mean_is_rounded_once() -> None:
     mean = pipeline.forward(call, operands, plan=plan)[1][0]
     truth = x.double().mean((0, 2, 3))
     assert (mean.double() - truth).abs().max() <= 0.51 * torch.finfo(torch.float32).eps * 512
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_of_one_value_give_zeros(dtype: torch.dtype) -> None:
+    """As parts, which are merged, and as lanes of them."""
+    for plan, cols in ((TEAMS[1], 200), (TEAMS[1], 384), (TEAMS[2], 256)):
+        operands = operands_for(LAYER_NORM, torch.full((2, cols), 3.3).to(dtype), 1)
+        call = call_for(LAYER_NORM, 1, *operands)
+        (output,), _ = pipeline.forward(call, operands, plan=plan)
+        assert output.equal(operands[2].expand(2, cols)), (plan, cols)
+    for shape in ((13, 2, 5, 8), (16, 2, 4, 32), (13, 2, 7, 8), (9, 2, 3, 24)):
+        a = arguments(BATCH, torch.full(shape, 3.3).to(dtype))
+        call, operands = call_of(a)
+        plan = Plan(HELD, 4, 16, 1, programs=8, splits=4, chunks=-(-prod(shape[2:]) // 16))
+        (output,), _ = pipeline.forward(call, operands, plan=plan)
+        assert output.equal(operands[2].detach().view(1, 2, 1, 1).expand(shape)), shape
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)

@@ -123,7 +123,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         constants |= _functions(functions, "hold")
         constants |= {"BLOCK_COLS": plan.block_cols, "CHUNKS": plan.chunks}
         constants |= {"SPLITS": plan.splits, "STAGES": plan.stages}
-        constants["RECOMPUTES"] = _recomputes(plan, device)
+        constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_CORRECTED": problem.has_long_mantissas}
         return BoundKernel(team_forward_kernel, _with_mailbox(arguments), constants, plan, device)
     constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     return BoundKernel(long_row_forward_kernel, arguments, constants, plan, device)

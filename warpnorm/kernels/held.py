@@ -14,12 +14,16 @@ from warpnorm.kernels.statistics import (
     corrected,
     gradient,
     in_row,
+    lane_means,
+    lane_squares,
     load_statistics,
     mean_of,
+    merge_moments,
     normalize,
     reciprocal_sqrt,
     rounded_off,
     row_deviations,
+    sums_of,
 )
 
 
@@ -57,6 +61,12 @@ def counts_of(members, pieces, cols, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
+def flat(tile, row_mask):
+    """A tile as one row, (1, all): zero in lines that are not there."""
+    return tl.reshape(tl.where(row_mask[:, None], tile, 0.0), (1, tile.shape[0] * tile.shape[1]))
+
+
+@triton.jit
 def total_of(tile, row_mask):
     """The sum of a tile, (1,)."""
     return of_row(tl.sum(tl.where(row_mask[:, None], tile, 0.0)))
@@ -78,16 +88,16 @@ def merge_messages(
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
     means, squares, members = messages(mailbox, number, splits, MOST, 0, WORDS, IS_POSITIVE=True)
     counts = counts_of(members, pieces, cols, BLOCK_ROWS)
-    total = pieces.to(tl.float32) * cols
-    mean = mean_of(of_row(tl.sum(counts * means)), total)
-    deviations = means - tl.sum(mean)
     if IS_CORRECTED:
-        deviations += messages(mailbox, number, splits, MOST, 1, WORDS)[0]
-    weighted = counts * deviations
-    merged = of_row(tl.sum(squares + weighted * deviations))
-    if IS_CORRECTED:
-        return corrected(mean, merged, of_row(tl.sum(weighted)), total)
-    return mean, merged
+        total = pieces.to(tl.float32) * cols
+        mean = mean_of(of_row(tl.sum(counts * means)), total)
+        deviations = means - tl.sum(mean) + messages(mailbox, number, splits, MOST, 1, WORDS)[0]
+        weighted = counts * deviations
+        off, merged = sums_of((weighted, squares + weighted * deviations), 0, 2)
+        return corrected(mean, of_row(merged), of_row(off), total)
+    else:
+        merged = tl.reduce((counts, means, squares), 0, merge_moments)
+        return of_row(merged[1]), of_row(merged[2])
 
 
 @triton.jit
@@ -108,6 +118,7 @@ def held_forward_kernel(
     columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     count = of_row(counts_of(tl.program_id(1), pieces, cols, BLOCK_ROWS))
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
+    HAS_LANES: tl.constexpr = not IS_CORRECTED and CHUNKS >= 4  # of several values each
     number = 0
     if MOST > 1:
         number = last_message(mailbox, splits, WORDS) + 1
@@ -117,18 +128,26 @@ def held_forward_kernel(
             lines, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS
         )
         c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
-        mean = mean_of(total_of(added_up(c, places, CHUNKS), row_mask), count)
+        if HAS_LANES:  # each by itself, and then all at once
+            lanes, mean = lane_means(c, places, CHUNKS, FULL_CHUNKS)
+        else:
+            mean = mean_of(total_of(added_up(c, places, CHUNKS), row_mask), count)
         if RECOMPUTES:
             values = hold_row(values, HOLD, CHUNKS)
             c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
-        off, squares = row_deviations(c, mean, places, CHUNKS)
-        total = total_of(squares, row_mask)
         if IS_CORRECTED:
-            rounded, of_mean = mean, total_of(off, row_mask)
+            rounded, tiles = mean, row_deviations(c, mean, places, CHUNKS)
+            of_mean, total = sums_of((flat(tiles[0], row_mask), flat(tiles[1], row_mask)), 1, 2)
             mean, total = corrected(rounded, total, of_mean, count)
             if MOST > 1:
                 low = rounded_off(rounded, mean_of(of_mean, count), mean)
                 send((low,), mailbox, number, splits, False, 1, WORDS)
+        elif HAS_LANES:
+            squares = lane_squares(c, mean, places, CHUNKS, FULL_CHUNKS)
+            tiles = (flat(lanes, row_mask), flat(mean, row_mask), flat(squares, row_mask))
+            mean, total = tl.reduce(tiles, 1, merge_moments)[1:]
+        else:
+            total = total_of(row_deviations(c, mean, places, CHUNKS)[1], row_mask)
         if RECOMPUTES:
             values = hold_row(values, HOLD, CHUNKS)
         if MOST > 1:
@@ -162,31 +181,39 @@ def send_sums(sums, mailbox, number, splits, COUNT: tl.constexpr, A_WORD: tl.con
 def receive_sums(mailbox, number, splits, COUNT: tl.constexpr, A_WORD: tl.constexpr, MOST: tl.constexpr):
     """COUNT sums of a row, (1,) each, from those of every program's part of it."""
     WORDS: tl.constexpr = (COUNT + A_WORD - 1) // A_WORD
-    totals = ()
+    told = ()
     for word in tl.static_range(WORDS):
         first, second, _ = messages(mailbox, number, splits, MOST, word, WORDS)
-        totals = totals + (of_row(tl.sum(first)),)  # noqa: RUF005
+        told = told + (first,)  # noqa: RUF005
         if A_WORD == 2 and 2 * word + 1 < COUNT:
-            totals = totals + (of_row(tl.sum(second)),)  # noqa: RUF005
-    return totals
+            told = told + (second,)  # noqa: RUF005
+    return of_rows(sums_of(told, 0, COUNT), COUNT)
+
+
+@triton.jit
+def of_rows(numbers, COUNT: tl.constexpr):
+    rows = ()
+    for k in tl.static_range(COUNT):
+        rows = rows + (of_row(numbers[k]),)  # noqa: RUF005
+    return rows
 
 
 @triton.jit
 def sum_tiles(tiles, row_mask, COUNT: tl.constexpr):
     """COUNT sums, (1,) each."""
-    sums = ()
+    rows = ()
     for k in tl.static_range(COUNT):
-        sums = sums + (total_of(tiles[k], row_mask),)  # noqa: RUF005
-    return sums
+        rows = rows + (flat(tiles[k], row_mask),)  # noqa: RUF005
+    return sums_of(rows, 1, COUNT)
 
 
 @triton.jit
 def sum_lines(lines, row_mask, COUNT: tl.constexpr):
     """The same of numbers of which each line has one."""
-    sums = ()
+    rows = ()
     for k in tl.static_range(COUNT):
-        sums = sums + (of_row(tl.sum(tl.where(row_mask, lines[k], 0.0))),)  # noqa: RUF005
-    return sums
+        rows = rows + (tl.where(row_mask, lines[k], 0.0),)  # noqa: RUF005
+    return of_rows(sums_of(rows, 0, COUNT), COUNT)
 
 
 @triton.jit

@@ -35,6 +35,75 @@ def mean_of(total, count, COUNT: tl.constexpr = 0):
 
 
 @triton.jit
+def add_two(a, b, other_a, other_b):
+    return a + other_a, b + other_b
+
+
+@triton.jit
+def add_three(a, b, c, other_a, other_b, other_c):
+    return a + other_a, b + other_b, c + other_c
+
+
+@triton.jit
+def add_four(a, b, c, d, other_a, other_b, other_c, other_d):
+    return a + other_a, b + other_b, c + other_c, d + other_d
+
+
+@triton.jit
+def sums_of(tiles, axis: tl.constexpr, COUNT: tl.constexpr):
+    """Of COUNT tiles, up to four in one reduction: warps that exchange several numbers wait for each other once."""
+    if COUNT == 1:
+        return (tl.sum(tiles[0], axis),)
+    elif COUNT == 2:
+        return tl.reduce((tiles[0], tiles[1]), axis, add_two)
+    elif COUNT == 3:
+        return tl.reduce((tiles[0], tiles[1], tiles[2]), axis, add_three)
+    else:
+        first = tl.reduce((tiles[0], tiles[1], tiles[2], tiles[3]), axis, add_four)
+        if COUNT > 4:
+            first += sums_of(tiles[4:], axis, COUNT - 4)
+        return first
+
+
+@triton.jit
+def merge_moments(count, mean, squares, other_count, other_mean, other_squares):
+    """(count, mean, M2) of both, by Chan's formula."""
+    total = count + other_count
+    delta = other_mean - mean
+    share = other_count / tl.maximum(total, 1.0)
+    return total, mean + delta * share, squares + other_squares + delta * delta * (count * share)
+
+
+@triton.jit
+def lane_means(row, places, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr):
+    """(count, mean) of each lane of some blocks of columns, of which all but the last are full. From the lane's first value
+    on: that is its mean where all are equal, whatever the rounding."""
+    total = tl.zeros_like(row[0])
+    for chunk in tl.static_range(1, FULL_CHUNKS):
+        total += row[chunk] - row[0]
+    count = tl.full(total.shape, FULL_CHUNKS, total.dtype)
+    share = tl.full(total.shape, 1.0 / FULL_CHUNKS, total.dtype)
+    if FULL_CHUNKS < CHUNKS:
+        is_there = places[FULL_CHUNKS][3]
+        total += tl.where(is_there, row[FULL_CHUNKS] - row[0], 0.0)
+        count = tl.where(is_there, count + 1.0, count)
+        share = tl.where(is_there, 1.0 / CHUNKS, share)
+    return count, row[0] + total * share
+
+
+@triton.jit
+def lane_squares(row, mean, places, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr):
+    """M2 of each lane."""
+    squares = (row[0] - mean) * (row[0] - mean)
+    for chunk in tl.static_range(1, CHUNKS):
+        deviation = row[chunk] - mean
+        if chunk >= FULL_CHUNKS:
+            deviation = in_row(deviation, places[chunk])
+        squares += deviation * deviation
+    return squares
+
+
+@triton.jit
 def mean_and_rstd(
     mean,
     deviation,
@@ -316,7 +385,7 @@ def add_terms(state, grad_xhat, xhat, IS_CENTERED: tl.constexpr):
 @triton.jit
 def sum_terms(state, IS_CENTERED: tl.constexpr):
     if IS_CENTERED:
-        return tl.sum(state[0], 1), tl.sum(state[1], 1)
+        return sums_of(state, 1, 2)
     else:
         return (tl.sum(state[0], 1),)
 

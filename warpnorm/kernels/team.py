@@ -15,8 +15,11 @@ from warpnorm.kernels.statistics import (
     add_terms,
     corrected,
     gradient,
+    lane_means,
+    lane_squares,
     load_statistics,
     mean_of,
+    merge_moments,
     normalize,
     reciprocal_sqrt,
     row_deviations,
@@ -25,6 +28,7 @@ from warpnorm.kernels.statistics import (
     start_walk,
     store_statistics,
     sum_terms,
+    sums_of,
 )
 
 
@@ -34,23 +38,31 @@ def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
     MOST: tl.constexpr = triton.next_power_of_2(SPLITS)
     first, second, _ = messages(mailbox, number, SPLITS, MOST)
     if IS_CENTERED:
-        return of_row(tl.sum(first, 0)), of_row(tl.sum(second, 0))
+        first, second = sums_of((first, second), 0, 2)
+        return of_row(first), of_row(second)
     else:
         return (of_row(tl.sum(first, 0)),)
 
 
 @triton.jit
-def receive_statistics(mailbox, number, cols, eps, IS_CENTERED: tl.constexpr, PART: tl.constexpr, SPLITS: tl.constexpr):
+def receive_statistics(
+    mailbox, number, cols, eps, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, PART: tl.constexpr,
+    SPLITS: tl.constexpr,
+):  # fmt: skip
     """Of a row, from the means and M2 of its parts, of PART columns each but for the last; or from their sums of squares."""
     MOST: tl.constexpr = triton.next_power_of_2(SPLITS)
     first, second, lanes = messages(mailbox, number, SPLITS, MOST, IS_POSITIVE=IS_CENTERED)
     if IS_CENTERED:
         count = tl.minimum(tl.maximum(cols - lanes * PART, 0), PART).to(tl.float32)
-        mean = tl.sum(count * first, 0) / cols
-        deviation = first - mean
-        weighted = count * deviation
-        squares = tl.sum(second + weighted * deviation, 0)
-        mean, squares = corrected(of_row(mean), of_row(squares), of_row(tl.sum(weighted, 0)), cols)
+        if IS_CORRECTED:
+            mean = tl.sum(count * first, 0) / cols
+            deviation = first - mean
+            weighted = count * deviation
+            off, squares = sums_of((weighted, second + weighted * deviation), 0, 2)
+            mean, squares = corrected(of_row(mean), of_row(squares), of_row(off), cols)
+        else:
+            merged = tl.reduce((count, first, second), 0, merge_moments)
+            mean, squares = of_row(merged[1]), of_row(merged[2])
         return mean, reciprocal_sqrt(mean_of(squares, cols) + eps)
     else:
         return (reciprocal_sqrt(mean_of(of_row(tl.sum(first, 0)), cols) + eps),)
@@ -59,7 +71,8 @@ def receive_statistics(mailbox, number, cols, eps, IS_CENTERED: tl.constexpr, PA
 @triton.jit
 def begin_forward(
     row, operands, columns, mailbox, number, strides, sizes, rows, cols,
-    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, IS_CENTERED: tl.constexpr, RECOMPUTES: tl.constexpr,
+    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, IS_CENTERED: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, RECOMPUTES: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Loads a part of a row and sends its mean and M2, or its sum of squares."""
@@ -72,14 +85,20 @@ def begin_forward(
     )  # fmt: skip
     c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
     if IS_CENTERED:
-        count = tl.minimum(tl.maximum(cols - tl.program_id(1) * PART, 1), PART)  # a part may be empty
-        mean = row_mean(c, places, count, True, CHUNKS, False)
-        if RECOMPUTES:
-            c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
-        off, squares = row_deviations(c, mean, places, CHUNKS)
-        send(
-            corrected(mean, tl.sum(squares, 1), tl.sum(off, 1), count), mailbox, number, SPLITS, True, IS_POSITIVE=True
-        )
+        if IS_EXACT and not IS_CORRECTED:  # each lane by itself, and all at once
+            count, mean = lane_means(c, places, CHUNKS, CHUNKS)
+            if RECOMPUTES:
+                c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
+            squares = lane_squares(c, mean, places, CHUNKS, CHUNKS)
+            sums = tl.reduce((count, mean, squares), 1, merge_moments)[1:]
+        else:
+            count = tl.minimum(tl.maximum(cols - tl.program_id(1) * PART, 1), PART)  # a part may be empty
+            mean = row_mean(c, places, count, True, CHUNKS, False)
+            if RECOMPUTES:
+                c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
+            off, squares = sums_of(row_deviations(c, mean, places, CHUNKS), 1, 2)
+            sums = corrected(mean, squares, off, count)
+        send(sums, mailbox, number, SPLITS, True, IS_POSITIVE=True)
     else:
         send((row_total(c, places, False, CHUNKS),), mailbox, number, SPLITS, False)
 
@@ -88,12 +107,12 @@ def begin_forward(
 def finish_forward(
     row, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, eps,
     LOAD_ROWS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr, IS_CENTERED: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Receives the statistics of a row and writes its results."""
     row_offsets = row + tl.arange(0, 1)
     row_mask = rows_mask(row_offsets, rows)
-    statistics = receive_statistics(mailbox, number, cols, eps, IS_CENTERED, BLOCK_COLS * CHUNKS, SPLITS)
+    statistics = receive_statistics(mailbox, number, cols, eps, IS_CENTERED, IS_CORRECTED, BLOCK_COLS * CHUNKS, SPLITS)
     store_statistics(statistic_ptrs, statistics, row_offsets, row_mask & (tl.program_id(1) == 0), IS_CENTERED)
     for chunk in tl.static_range(CHUNKS):
         col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
@@ -109,7 +128,7 @@ def finish_forward(
 def team_forward_kernel(
     operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, RECOMPUTES: tl.constexpr,
+    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, RECOMPUTES: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, programs = tl.program_id(0).to(rows.dtype), tl.num_programs(0)
@@ -119,16 +138,16 @@ def team_forward_kernel(
     number = last_message(mailbox, SPLITS) + 1
     begin_forward(
         row, operands, columns, mailbox, number, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE, IS_CENTERED,
-        RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        IS_CORRECTED, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
     for next_row in tl.range(row + programs, rows, programs, num_stages=STAGES):
         begin_forward(
             next_row, operands, columns, mailbox, number + 1, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE,
-            IS_CENTERED, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+            IS_CENTERED, IS_CORRECTED, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
         finish_forward(
             next_row - programs, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
-            eps, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+            eps, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
         number += 1
     row += (
@@ -136,7 +155,7 @@ def team_forward_kernel(
     )  # not carried through the loop, whose loads would not be pipelined then
     finish_forward(
         row, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, eps,
-        LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
 
 

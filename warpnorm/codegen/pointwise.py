@@ -109,7 +109,8 @@ def _settle(problem: BackwardProblem) -> str:
     for k, (name, operand) in enumerate(constant):
         lines.append(f"{name} = {as_compute(f'lines[{k}]', operand.dtype, problem.compute)}")
     lines += along.line_nodes(problem)
-    lines += [f"sum_{k} = tl.sum(sums[{k}], 1)" for k in range(len(found.summands))]
+    count = len(found.summands)
+    lines += [f"{''.join(f'sum_{k}, ' for k in range(count))}= ours.sums_of(sums, 1, {count})"] if count else []
     pairs = []
     for part in (found.terms, found.merged, found.left):
         items = []

@@ -23,8 +23,8 @@ from warpnorm.kernels.statistics import (
     reciprocal_sqrt,
     rounded_off,
     row_deviations,
-    sums_of,
 )
+from warpnorm.kernels.sums import sums_of
 
 
 @triton.jit

@@ -6,7 +6,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice as library
 
+from warpnorm.kernels.sums import sums_of
 from warpnorm.trace.dropout import OUR_STREAMS
+
+__all__ = ["sums_of"]  # which generated source calls too
 
 FIRST_STREAM = tl.constexpr(OUR_STREAMS)
 # What is too large for a float8_e4m3fn is NaN up to PyTorch 2.12, and the largest number from then on

@@ -6,6 +6,8 @@ See docs/derivations.md."""
 import triton
 import triton.language as tl
 
+from warpnorm.kernels.sums import sums_of
+
 
 @triton.jit
 def reciprocal_sqrt(value, IS_TIGHT: tl.constexpr = False):
@@ -32,37 +34,6 @@ def mean_of(total, count, COUNT: tl.constexpr = 0):
         return total / count
     else:
         return tl.div_rn(total, tl.zeros_like(total) + count)
-
-
-@triton.jit
-def add_two(a, b, other_a, other_b):
-    return a + other_a, b + other_b
-
-
-@triton.jit
-def add_three(a, b, c, other_a, other_b, other_c):
-    return a + other_a, b + other_b, c + other_c
-
-
-@triton.jit
-def add_four(a, b, c, d, other_a, other_b, other_c, other_d):
-    return a + other_a, b + other_b, c + other_c, d + other_d
-
-
-@triton.jit
-def sums_of(tiles, axis: tl.constexpr, COUNT: tl.constexpr):
-    """Of COUNT tiles, up to four in one reduction: warps that exchange several numbers wait for each other once."""
-    if COUNT == 1:
-        return (tl.sum(tiles[0], axis),)
-    elif COUNT == 2:
-        return tl.reduce((tiles[0], tiles[1]), axis, add_two)
-    elif COUNT == 3:
-        return tl.reduce((tiles[0], tiles[1], tiles[2]), axis, add_three)
-    else:
-        first = tl.reduce((tiles[0], tiles[1], tiles[2], tiles[3]), axis, add_four)
-        if COUNT > 4:
-            first += sums_of(tiles[4:], axis, COUNT - 4)
-        return first
 
 
 @triton.jit

@@ -28,8 +28,8 @@ from warpnorm.kernels.statistics import (
     start_walk,
     store_statistics,
     sum_terms,
-    sums_of,
 )
+from warpnorm.kernels.sums import sums_of
 
 
 @triton.jit

@@ -14,9 +14,8 @@ from warpnorm.kernels.statistics import (
     corrected,
     gradient,
     in_row,
-    lane_means,
-    lane_squares,
     load_statistics,
+    mean_and_squares,
     mean_of,
     merge_moments,
     normalize,
@@ -118,7 +117,7 @@ def held_forward_kernel(
     columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     count = of_row(counts_of(tl.program_id(1), pieces, cols, BLOCK_ROWS))
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
-    HAS_LANES: tl.constexpr = not IS_CORRECTED and CHUNKS >= 4  # of several values each
+    HAS_LANES: tl.constexpr = not IS_CORRECTED and FULL_CHUNKS > 0
     number = 0
     if MOST > 1:
         number = last_message(mailbox, splits, WORDS) + 1
@@ -128,26 +127,23 @@ def held_forward_kernel(
             lines, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS
         )
         c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
-        if HAS_LANES:  # each by itself, and then all at once
-            lanes, mean = lane_means(c, places, CHUNKS, FULL_CHUNKS)
+        if HAS_LANES:
+            mean, total = mean_and_squares(c, places, row_mask, CHUNKS, FULL_CHUNKS)
         else:
             mean = mean_of(total_of(added_up(c, places, CHUNKS), row_mask), count)
-        if RECOMPUTES:
-            values = hold_row(values, HOLD, CHUNKS)
-            c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
-        if IS_CORRECTED:
-            rounded, tiles = mean, row_deviations(c, mean, places, CHUNKS)
-            of_mean, total = sums_of((flat(tiles[0], row_mask), flat(tiles[1], row_mask)), 1, 2)
-            mean, total = corrected(rounded, total, of_mean, count)
-            if MOST > 1:
-                low = rounded_off(rounded, mean_of(of_mean, count), mean)
-                send((low,), mailbox, number, splits, False, 1, WORDS)
-        elif HAS_LANES:
-            squares = lane_squares(c, mean, places, CHUNKS, FULL_CHUNKS)
-            tiles = (flat(lanes, row_mask), flat(mean, row_mask), flat(squares, row_mask))
-            mean, total = tl.reduce(tiles, 1, merge_moments)[1:]
-        else:
-            total = total_of(row_deviations(c, mean, places, CHUNKS)[1], row_mask)
+            if RECOMPUTES:
+                values = hold_row(values, HOLD, CHUNKS)
+                c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
+            off, squares = row_deviations(c, mean, places, CHUNKS)
+            if IS_CORRECTED:
+                rounded = mean
+                of_mean, total = sums_of((flat(off, row_mask), flat(squares, row_mask)), 1, 2)
+                mean, total = corrected(rounded, total, of_mean, count)
+                if MOST > 1:
+                    low = rounded_off(rounded, mean_of(of_mean, count), mean)
+                    send((low,), mailbox, number, splits, False, 1, WORDS)
+            else:
+                total = total_of(squares, row_mask)
         if RECOMPUTES:
             values = hold_row(values, HOLD, CHUNKS)
         if MOST > 1:

@@ -16,6 +16,8 @@ from warpnorm.kernels.statistics import (
     centered_statistics,
     gradient,
     load_statistics,
+    mean_and_squares,
+    mean_of,
     normalize,
     reciprocal_sqrt,
     row_mean,
@@ -39,14 +41,19 @@ def forward_tile(
         0, row_offsets, row_mask, row_offsets, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS,
     )  # fmt: skip
     row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
-    mean = row_mean(row, places, cols, IS_CENTERED, CHUNKS, IS_EXACT)
-    if IS_CENTERED:
+    HAS_LANES: tl.constexpr = IS_CENTERED and RECOMPUTES and IS_EXACT and BLOCK_ROWS == 1 and not IS_CORRECTED
+    if HAS_LANES:
+        mean, squares = mean_and_squares(row, places, row_mask, CHUNKS, CHUNKS)
+        variance = mean_of(squares, cols)
+        statistics = (mean, reciprocal_sqrt(variance + eps), variance)
+    elif IS_CENTERED:
+        mean = row_mean(row, places, cols, True, CHUNKS, IS_EXACT)
         if RECOMPUTES:
             values = hold_row(values, HOLD, CHUNKS)
             row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
         statistics = centered_statistics(row, mean, places, cols, eps, IS_CORRECTED, CHUNKS, IS_EXACT, KEEPS_VARIANCE)
     else:
-        statistics = (reciprocal_sqrt(mean + eps),)
+        statistics = (reciprocal_sqrt(row_mean(row, places, cols, False, CHUNKS, IS_EXACT) + eps),)
     store_statistics(statistic_ptrs, statistics, row_offsets, row_mask, IS_CENTERED, KEEPS_VARIANCE)
     if HAS_RUNNING:
         average_statistics(running_ptrs, statistics, row_offsets, row_mask, factors)

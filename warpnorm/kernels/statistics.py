@@ -5,6 +5,7 @@ See docs/derivations.md."""
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice as library
 
 from warpnorm.kernels.sums import sums_of
 
@@ -41,37 +42,55 @@ def merge_moments(count, mean, squares, other_count, other_mean, other_squares):
     """(count, mean, M2) of both, by Chan's formula."""
     total = count + other_count
     delta = other_mean - mean
-    share = other_count / tl.maximum(total, 1.0)
+    share = library.fast_dividef(other_count, tl.maximum(total, 1.0))
     return total, mean + delta * share, squares + other_squares + delta * delta * (count * share)
 
 
 @triton.jit
-def lane_means(row, places, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr):
-    """(count, mean) of each lane of some blocks of columns, of which all but the last are full. From the lane's first value
-    on: that is its mean where all are equal, whatever the rounding."""
-    total = tl.zeros_like(row[0])
-    for chunk in tl.static_range(1, FULL_CHUNKS):
-        total += row[chunk] - row[0]
-    count = tl.full(total.shape, FULL_CHUNKS, total.dtype)
-    share = tl.full(total.shape, 1.0 / FULL_CHUNKS, total.dtype)
-    if FULL_CHUNKS < CHUNKS:
-        is_there = places[FULL_CHUNKS][3]
-        total += tl.where(is_there, row[FULL_CHUNKS] - row[0], 0.0)
-        count = tl.where(is_there, count + 1.0, count)
-        share = tl.where(is_there, 1.0 / CHUNKS, share)
-    return count, row[0] + total * share
+def neighbours(tile):
+    """(rows, cols) as (rows, cols // 8, 8): eight values of two bytes are one thread's, where it loads them at once."""
+    COUNT: tl.constexpr = min(tile.shape[1], 8)
+    return tl.reshape(tile, (tile.shape[0], tile.shape[1] // COUNT, COUNT))
 
 
 @triton.jit
-def lane_squares(row, mean, places, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr):
-    """M2 of each lane."""
-    squares = (row[0] - mean) * (row[0] - mean)
+def moments(row, places, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr):
+    """(count, mean, M2) of each eight lanes of some blocks of columns, of which all but the last are full. One visit:
+    deviations are from the largest of the first eight values, which is the mean where all are equal, whatever the rounding.
+    It is one of them, so that of M2 no more digits are lost than their number has. For values with fewer of their own."""
+    first = neighbours(row[0])
+    pivot = tl.max(first, 2)
+    deviation = first - pivot[:, :, None]
+    total = deviation
+    squares = deviation * deviation
+    count = tl.full(pivot.shape, FULL_CHUNKS * first.shape[2], pivot.dtype)
     for chunk in tl.static_range(1, CHUNKS):
-        deviation = row[chunk] - mean
+        deviation = neighbours(row[chunk]) - pivot[:, :, None]
         if chunk >= FULL_CHUNKS:
-            deviation = in_row(deviation, places[chunk])
+            ones = neighbours(tl.where(places[chunk][3], 1.0, 0.0))
+            deviation = tl.where(ones > 0.0, deviation, 0.0)
+            count += tl.sum(ones, 2)
+        total += deviation
         squares += deviation * deviation
-    return squares
+    off, merged = sums_of((total, squares), 2, 2)
+    shift = library.fast_dividef(off, count)
+    merged -= off * shift
+    return count, pivot + shift, tl.where(merged < 0.0, 0.0, merged)  # unlike a maximum, this keeps NaN
+
+
+@triton.jit
+def mean_and_squares(row, places, row_mask, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr):
+    """(mean, M2), (1,) each, of all lines together, by one reduction to numbers without a layout: what they are used for has
+    that of what was loaded."""
+    count, mean, squares = moments(row, places, CHUNKS, FULL_CHUNKS)
+    LANES: tl.constexpr = count.shape[0] * count.shape[1]
+    if count.shape[0] > 1:
+        count = tl.where(row_mask[:, None], count, 0.0)
+        mean = tl.where(row_mask[:, None], mean, 0.0)
+        squares = tl.where(row_mask[:, None], squares, 0.0)
+    tiles = (tl.reshape(count, (LANES,)), tl.reshape(mean, (LANES,)), tl.reshape(squares, (LANES,)))
+    _, mean, squares = tl.reduce(tiles, 0, merge_moments)
+    return tl.zeros((1,), tl.float32) + mean, tl.zeros((1,), tl.float32) + squares
 
 
 @triton.jit

@@ -15,9 +15,8 @@ from warpnorm.kernels.statistics import (
     add_terms,
     corrected,
     gradient,
-    lane_means,
-    lane_squares,
     load_statistics,
+    mean_and_squares,
     mean_of,
     merge_moments,
     normalize,
@@ -79,18 +78,15 @@ def begin_forward(
     FULL_CHUNKS: tl.constexpr = CHUNKS if IS_EXACT else 0
     PART: tl.constexpr = BLOCK_COLS * CHUNKS
     row_offsets = row + tl.arange(0, 1)
+    row_mask = rows_mask(row_offsets, rows)
     values, places = load_rows(
-        tl.program_id(1) * CHUNKS, row_offsets, rows_mask(row_offsets, rows), row_offsets, operands, strides, sizes, cols,
+        tl.program_id(1) * CHUNKS, row_offsets, row_mask, row_offsets, operands, strides, sizes, cols,
         LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS,
     )  # fmt: skip
     c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
     if IS_CENTERED:
-        if IS_EXACT and not IS_CORRECTED:  # each lane by itself, and all at once
-            count, mean = lane_means(c, places, CHUNKS, CHUNKS)
-            if RECOMPUTES:
-                c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
-            squares = lane_squares(c, mean, places, CHUNKS, CHUNKS)
-            sums = tl.reduce((count, mean, squares), 1, merge_moments)[1:]
+        if IS_EXACT and not IS_CORRECTED:
+            sums = mean_and_squares(c, places, row_mask, CHUNKS, CHUNKS)
         else:
             count = tl.minimum(tl.maximum(cols - tl.program_id(1) * PART, 1), PART)  # a part may be empty
             mean = row_mean(c, places, count, True, CHUNKS, False)

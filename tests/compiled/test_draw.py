@@ -13,7 +13,7 @@ from warpnorm.codegen.reduction import Reduction
 CASES = {  # norm, shape, dtype, layout, backward, target, lanes to a row, warps to a row: why
     "row": ("layer_norm", (64, 4096), "bf16", "nchw", False, "sm_90", 32, 4),  # the usual one
     "narrow": ("rms_norm", (64, 128), "bf16", "nchw", False, "sm_90", 16, 1),  # two rows to a warp
-    "wide": ("rms_norm", (8, 16384), "bf16", "nchw", False, "sm_90", 32, 8),  # many warps
+    "wide": ("rms_norm", (8, 16384), "bf16", "nchw", False, "sm_90", 32, 16),  # many warps
     "walked": ("layer_norm", (2, 1 << 20), "bf16", "nchw", False, "sm_90", 32, 8),  # a tile is part of a row
     "team": ("layer_norm", (8, 131072), "bf16", "nchw", False, "sm_90", 32, 4),  # of the part of one program
     "in_blocks": ("layer_norm", (8, 5120), "bf16", "nchw", False, "sm_90", 32, 4),  # and here it is one of five

@@ -3,6 +3,7 @@ which round, and how the warps come together."""
 
 import re
 from dataclasses import dataclass
+from math import prod
 
 from warpnorm.codegen.kernel import BoundKernel
 
@@ -56,22 +57,35 @@ def read(kernel: BoundKernel) -> Reduction | None:
     layouts = {
         name: _layout(text) for name, text in re.findall(r"^#(\w+) = #ttg\.blocked<\{(.*?)\}>", code, re.MULTILINE)
     }
-    found = re.findall(r'"tt\.reduce"\(.*?<\{axis = 1 .*?\}\) : \(tensor<(\d+)x(\d+)x\w+, #(\w+)>', code, re.DOTALL)
-    tiles = [(int(rows), int(cols), name) for rows, cols, name in found if name in layouts]
+    along_columns = r'"tt\.reduce"\((?:(?!tt\.reduce").)*?<\{axis = [12] .*?\}\) : \(tensor<((?:\d+x)+)\w+, #(\w+)>'
+    tiles = []
+    for shape, name in re.findall(along_columns, code, re.DOTALL):
+        rows, *cols = map(int, shape[:-1].split("x"))
+        if cols and layouts.get(
+            name
+        ):  # neighbours of a thread may be a dimension of their own, which is reduced before
+            tiles.append((rows, prod(cols), name))
     if not tiles:
         return None
     largest = max(tiles, key=lambda tile: tile[0] * tile[1])
-    per_thread, lanes, warps, order = layouts[largest[2]]
+    layout = layouts[largest[2]]
+    assert layout is not None
+    per_thread, lanes, warps, order = layout
     return Reduction(largest[0], largest[1], per_thread, lanes, warps, order, tiles.count(largest))
 
 
 Pair = tuple[int, int]
 
 
-def _layout(text: str) -> tuple[Pair, Pair, Pair, Pair]:
-    numbers = [re.findall(r"\d+", part) for part in re.findall(r"\[(.*?)\]", text)]
-    per_thread, lanes, warps, order = ((int(part[0]), int(part[-1])) for part in numbers[:4])
-    return per_thread, lanes, warps, order
+def _layout(text: str) -> tuple[Pair, Pair, Pair, Pair] | None:
+    """Columns in two dimensions count as one, if lanes and warps lie along the first of them alone."""
+    per_thread, lanes, warps, order = (
+        tuple(map(int, re.findall(r"\d+", part))) for part in re.findall(r"\[(.*?)\]", text)[:4]
+    )
+    if len(order) > 2 and (lanes[2] * warps[2] > 1 or per_thread[1] > 1):
+        return None
+    pairs = [(part[0], prod(part[1:])) for part in (per_thread, lanes, warps)]
+    return pairs[0], pairs[1], pairs[2], (0, 1) if order[0] == 0 else (1, 0)
 
 
 def shuffle_masks(kernel: BoundKernel) -> tuple[int, ...] | None:

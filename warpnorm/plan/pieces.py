@@ -4,7 +4,8 @@ Percentages are of copy speed, measured on an H200, in brackets those of pattern
 
 from typing import NamedTuple
 
-from warpnorm.plan import grid, needs
+from warpnorm.norms import CHANNEL
+from warpnorm.plan import needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import HELD, Plan
 from warpnorm.problem import VECTOR_BYTES, BackwardProblem, ForwardProblem, is_varying
@@ -19,14 +20,20 @@ QUICK = frozenset({
 })  # fmt: skip
 
 
-class Share(NamedTuple):
-    """What a thread has: bytes of some lines, or of one if it is longer; how deep the pipeline of loads is; the programs of
-    two warps on a multiprocessor, and how few teams on the device hide each other's waiting."""
+# Rounds of teams that are so few that it pays to have more programs and no pipeline, if the last is nearly full
+FEW_ROUNDS, NEARLY = 2, 0.9
 
+
+class Share(NamedTuple):
+    """Of a program with so many warps: the bytes that a thread has of some lines; how many programs a multiprocessor has by
+    the bytes of a thread, of one line if need be, and how many where there are few rounds; how deep the pipeline of loads
+    is; and how few teams on the device hide each other's waiting."""
+
+    warps: int
     held: int
-    most: int
+    programs: dict[int, int]
+    few: int
     stages: int
-    per_unit: int
     teams: int = 8
 
 
@@ -37,56 +44,77 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
     if not device.has_teams or needs.words(problem) > 1:  # messages are float32 numbers
         return None
     loads = problem.operands + (problem.grad_outputs if isinstance(problem, BackwardProblem) else ())
-    share = _share(problem, sum(map(is_varying, loads)))
-    if share is None:
-        return None
     loaded = needs.loaded_bytes(loads, 1)
-    for warps in (2, 4):
-        threads = warps * device.warp_size
-        tile = _tile(space, threads * share.held // loaded, threads * VECTOR_BYTES // needs.itemsize(problem))
-        if tile is None and space.cols * loaded <= threads * share.most:
-            tile = _tile(space, threads * share.most // loaded, threads * VECTOR_BYTES // needs.itemsize(problem))
+    for share in _shares(problem, sum(map(is_varying, loads))):
+        threads = share.warps * device.warp_size
+        at_once = threads * VECTOR_BYTES // needs.itemsize(problem)
+        tile = _tile(space, threads * share.held // loaded, at_once)
+        if tile is None and space.cols * loaded <= threads * max(share.programs):
+            tile = _tile(space, threads * max(share.programs) // loaded, at_once)
         if tile is not None:
-            return _plan(space, device, share, warps, *tile, loaded)
+            return _plan(space, device, share, *tile, loaded, counts_rows=problem.norm.rows == CHANNEL)
     return None
 
 
-def _share(problem: ForwardProblem | BackwardProblem, tensors: int) -> Share | None:
+def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Share, ...]:
     is_half = needs.itemsize(problem) <= 2
+    graphs = [problem.prologue, problem.epilogue_vjp if isinstance(problem, BackwardProblem) else problem.epilogue]
+    is_quick = all(node.operator in QUICK for graph in graphs for node in graph.nodes)
     if tensors > 2:
-        return None  # residual + BatchNorm + ReLU backward, fp16: 65 [71]
+        return ()  # residual + BatchNorm + ReLU backward, fp16: 65 [71]
     if isinstance(problem, BackwardProblem):
-        # BatchNorm fp16 73 [61], fp32 83 [76]; GroupNorm bf16 78 [73], + SiLU 48 [43]
-        return Share(200, 260, 3, 6) if is_half else Share(200, 400, 1, 6)
-    if any(node.operator not in QUICK for graph in (problem.prologue, problem.epilogue) for node in graph.nodes):
-        return None
+        if not is_half:
+            return Share(2, 200, {400: 6}, 6, 1), Share(4, 200, {400: 3}, 3, 1)  # BatchNorm fp32 83 [76]
+        if not is_quick:
+            return (Share(4, 200, {260: 4}, 4, 3),)  # GroupNorm + SiLU 49 [44], 45 with two warps
+        # BatchNorm fp16 75 [63], 73 with 6; GroupNorm bf16 75 [70], and 65 with 7. Of 8 images 59 [46], 44 with 6 and a
+        # pipeline. Longer lines: 32 x 64 x 112 x 112 66 [54]; of 8 images, which would be one round, 58 [66]
+        return Share(2, 200, {128: 8, 200: 7, 260: 6}, 8, 3), Share(4, 200, {260: 3, 400: 4}, 0, 1)
+    if not is_quick:
+        return ()
     if is_half and tensors == 1:
-        return Share(200, 200, 3, 6)  # BatchNorm fp16 77 [65], without a pipeline 68; GroupNorm bf16 80 [79]
+        # BatchNorm fp16 74 [66], without a pipeline 68, and 69 with 8; GroupNorm bf16 77 [75]. Of 8 images 66 [45], and 52
+        # with 6 and a pipeline. 32 x 64 x 112 x 112: 71 [57], and 67 with 3; of 256 images, in
+        # two teams, 67 [64]
+        return Share(2, 200, {128: 8, 200: 6}, 10, 3), Share(4, 200, {200: 4}, 5, 3, 2)
     # BatchNorm fp32 83 [74], in a pipeline 80; residual + BatchNorm + ReLU, fp16: 82 [69], 77; 256 x 64 x 112 x 112 fp32 75
-    # [66] with two teams
-    return Share(200, 400, 1, 12, 2)
+    # [66] with two teams. Of 8 images fp32: 70 [56] with 8, of which there are as many rounds as of 12, 65
+    return Share(2, 200, {200: 12, 400: 8}, 8, 1, 2), Share(4, 200, {200: 6, 400: 4}, 4, 1, 2)
 
 
 def _plan(
-    space: Space, device: Device, share: Share, warps: int, block_rows: int, block_cols: int, width: int, loaded: int
+    space: Space,
+    device: Device,
+    share: Share,
+    block_rows: int,
+    block_cols: int,
+    width: int,
+    loaded: int,
+    counts_rows: bool,
 ) -> Plan | None:
+    """`counts_rows`: not of groups, where another number of samples should neither take another kernel nor change bits."""
     splits = next((most for most in MOST_PROGRAMS if space.pieces <= most * block_rows), 0)
     part = block_rows * width * loaded
-    per_thread = block_rows * space.cols * loaded // (warps * device.warp_size)
-    per_unit = share.per_unit * 2 // warps
-    if share.stages == 1 and share.per_unit > 6 and per_thread > share.held:
-        per_unit = per_unit * 2 // 3
-    elif share.stages > 1 and per_thread <= 128:
-        per_unit = per_unit * 4 // 3
+    per_thread = block_rows * space.cols * loaded // (share.warps * device.warp_size)
+    per_unit = next(count for most, count in share.programs.items() if per_thread <= most)
     stages = min(share.stages, 1 + (device.shared_bytes // per_unit - needs.SPARE_SHARED_BYTES) // part)
-    if splits == 0 or stages < min(share.stages, 2):
+    members = -(-space.pieces // block_rows)
+    if splits == 0 or stages < min(share.stages, 2) or device.units * per_unit < share.teams * members:
         return None
+    if counts_rows and share.few == 0 and space.statistics <= device.units * per_unit // members:
+        return None
+    if counts_rows and per_thread <= share.held and _are_few(space.statistics, device.units * share.few // members):
+        per_unit, stages = share.few, 1
     why = "a row stays in registers from its statistic to its result, in those of a team's programs"
-    plan = Plan(
-        HELD, block_rows, block_cols, warps, device.units * per_unit, splits, width // block_cols, stages,
+    return Plan(
+        HELD, block_rows, block_cols, share.warps, device.units * per_unit, splits, width // block_cols, stages,
         recomputes=True, per_unit=per_unit, why=why,
     )  # fmt: skip
-    return plan if plan.programs >= share.teams * grid.held(plan, space)[1] else None
+
+
+def _are_few(rows: int, teams: int) -> bool:
+    """Whether so many teams have done all rows in a round, or in two."""
+    return rows <= teams or NEARLY * FEW_ROUNDS * teams <= rows <= FEW_ROUNDS * teams
 
 
 def _tile(space: Space, room: int, at_once: int) -> tuple[int, int, int] | None:

@@ -30,13 +30,14 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
         # At 50257: RMSNorm 54, LayerNorm 43, walked by one program 38 and 34; fp32 74 and 69, 47 and 36
         part = Part(2048, 4, 5, 1) if is_half and not is_centered else Part(4096, 4 if is_centered else 8, 3, 1)
     else:
-        # 16 KB of a row. LayerNorm and RMSNorm at 131072: 76 and 83, at 262144: 75 and 83, walked by one program 59 and 61,
-        # 54 and 56; with the part held in registers from its first visit to the second 61 and 82. fp32 at 65536: 88 and
-        # 91, walked 63 and 68
+        # LayerNorm and RMSNorm at 131072: 78 and 83, at 262144: 78 and 83, walked by one program 59 and 61, 54 and 56.
+        # With 8 KB of a row LayerNorm at 131072: 80, at 262144: 71. fp32 at 65536: 88 and 91, walked 63 and 68
+        is_narrow = is_centered and is_half and problem.width <= 32 * 4096
+        part_bytes = 8192 if is_narrow else 16384
         warps = 4 if is_centered and is_half else 8
-        chunks = 16384 // (warps * device.warp_size * VECTOR_BYTES)
-        per_unit = 3 if is_centered and not is_half else 2
-        part = Part(16384 // needs.itemsize(problem), warps, per_unit, chunks)
+        chunks = part_bytes // (warps * device.warp_size * VECTOR_BYTES)
+        per_unit = 4 if is_narrow else 3 if is_centered and not is_half else 2
+        part = Part(part_bytes // needs.itemsize(problem), warps, per_unit, chunks)
     return _plan(problem, device, problem.operands, part, -(-problem.width // part.cols), "statistics", recomputes=True)
 
 
@@ -74,8 +75,9 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         # the want of registers; fp32 at 16384: 93, and 67 with 4096 columns for each program
         team_cols = 2048 if sums > 2 or loaded > 8 else 4096
         return Part(team_cols, 4, 2, team_cols // 1024 if is_heavy else 1)
-    # LayerNorm at 131072: 68, and 61 with 2048 columns; at 262144: 59, and 54 in one block
-    return Part(4096, 4, 2, 1 if cols <= 131072 else 4)
+    if cols <= 131072:
+        return Part(2048, 2, 4, 4)  # LayerNorm at 131072: 70, 64 in two blocks, 68 with 4096 columns
+    return Part(4096, 4, 2, 4)  # LayerNorm at 262144: 59, and 54 in one block
 
 
 def _plan(

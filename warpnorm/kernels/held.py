@@ -11,6 +11,7 @@ from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_ro
 from warpnorm.kernels.merge import keep_statistics
 from warpnorm.kernels.messages import last_message, messages, of_row, send
 from warpnorm.kernels.statistics import (
+    coarse_offsets,
     corrected,
     gradient,
     in_row,
@@ -19,9 +20,11 @@ from warpnorm.kernels.statistics import (
     mean_of,
     merge_moments,
     normalize,
+    recentered,
     reciprocal_sqrt,
     rounded_off,
     row_deviations,
+    wide_sum,
 )
 from warpnorm.kernels.sums import sums_of
 
@@ -88,12 +91,10 @@ def merge_messages(
     means, squares, members = messages(mailbox, number, splits, MOST, 0, WORDS, IS_POSITIVE=True)
     counts = counts_of(members, pieces, cols, BLOCK_ROWS)
     if IS_CORRECTED:
-        total = pieces.to(tl.float32) * cols
-        mean = mean_of(of_row(tl.sum(counts * means)), total)
-        deviations = means - tl.sum(mean) + messages(mailbox, number, splits, MOST, 1, WORDS)[0]
-        weighted = counts * deviations
-        off, merged = sums_of((weighted, squares + weighted * deviations), 0, 2)
-        return corrected(mean, of_row(merged), of_row(off), total)
+        wide = means.to(tl.float64) + messages(mailbox, number, splits, MOST, 1, WORDS)[0]
+        mean = tl.sum(counts.to(tl.float64) * wide) / tl.sum(counts.to(tl.float64))
+        deviations = (wide - mean).to(tl.float32)
+        return of_row(mean.to(tl.float32)), of_row(tl.sum(squares + counts * deviations * deviations))
     else:
         merged = tl.reduce((counts, means, squares), 0, merge_moments)
         return of_row(merged[1]), of_row(merged[2])
@@ -117,6 +118,7 @@ def held_forward_kernel(
     columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     count = of_row(counts_of(tl.program_id(1), pieces, cols, BLOCK_ROWS))
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
+    IS_WIDE: tl.constexpr = IS_CORRECTED and STATISTICS == 3  # the mean is a result itself
     HAS_LANES: tl.constexpr = not IS_CORRECTED and FULL_CHUNKS > 0
     number = 0
     if MOST > 1:
@@ -135,15 +137,18 @@ def held_forward_kernel(
                 values = hold_row(values, HOLD, CHUNKS)
                 c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
             off, squares = row_deviations(c, mean, places, CHUNKS)
-            if IS_CORRECTED:
+            if IS_WIDE:
+                off = wide_sum(flat(coarse_offsets(c, mean, places, CHUNKS), row_mask))
+                mean, low, total = recentered(mean, total_of(squares, row_mask), off, count)
+            elif IS_CORRECTED:
                 rounded = mean
-                of_mean, total = sums_of((flat(off, row_mask), flat(squares, row_mask)), 1, 2)
-                mean, total = corrected(rounded, total, of_mean, count)
-                if MOST > 1:
-                    low = rounded_off(rounded, mean_of(of_mean, count), mean)
-                    send((low,), mailbox, number, splits, False, 1, WORDS)
+                off, total = sums_of((flat(off, row_mask), flat(squares, row_mask)), 1, 2)
+                mean, total = corrected(rounded, total, off, count)
+                low = rounded_off(rounded, mean_of(off, count), mean)
             else:
                 total = total_of(squares, row_mask)
+            if IS_CORRECTED and MOST > 1:
+                send((low,), mailbox, number, splits, False, 1, WORDS)
         if RECOMPUTES:
             values = hold_row(values, HOLD, CHUNKS)
         if MOST > 1:

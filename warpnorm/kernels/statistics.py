@@ -153,7 +153,9 @@ def centered_statistics(
     COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
     off, squares = row_deviations(row, mean, places, CHUNKS)
     if IS_CORRECTED and IS_WIDE:
-        high, _, squares = recentered(mean, tl.sum(squares, 1), wide_offsets(row, mean, places, CHUNKS), cols)
+        high, _, squares = recentered(
+            mean, tl.sum(squares, 1), wide_sum(coarse_offsets(row, mean, places, CHUNKS)), cols
+        )
         variance = mean_of(squares, cols, COLS)
         return high, reciprocal_sqrt(variance + eps), variance
     else:
@@ -295,12 +297,12 @@ def coarse(mean):
 
 
 @triton.jit
-def wide_offsets(row, mean, places, CHUNKS: tl.constexpr):
-    """How far the values of rows are from their coarse mean, altogether."""
+def coarse_offsets(row, mean, places, CHUNKS: tl.constexpr):
+    """How far the values of rows are from their coarse mean, added up over the blocks."""
     off = in_row(row[0] - coarse(mean)[:, None], places[0])
     for chunk in tl.static_range(1, CHUNKS):
         off += in_row(row[chunk] - coarse(mean)[:, None], places[chunk])
-    return wide_sum(off)
+    return off
 
 
 @triton.jit

@@ -1,16 +1,18 @@
 """Programs that must all run at the same time: where a device does not run them, other plans are made."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
 
 from warpnorm import pipeline
-from warpnorm.norms import BATCH_NORM, LAYER_NORM
+from warpnorm.norms import BATCH_NORM, GROUP_NORM, LAYER_NORM, Norm
 from warpnorm.plan import choose
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import KNOWN
-from warpnorm.plan.plan import HELD, TEAM
+from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
+from warpnorm.plan.plan import HELD, TEAM, Plan
 from warpnorm.problem import FULL, Axes, Call, View
 from warpnorm.reference import Affine, Itself
 
@@ -39,6 +41,44 @@ def test_a_device_without_teams_gets_other_plans(call: Call, views: tuple[View, 
     assert choose.forward(forward, alone, space).pattern not in (TEAM, HELD)
     assert choose.backward(backward, device, lines).pattern == pattern
     assert choose.backward(backward, alone, lines).pattern not in (TEAM, HELD)
+
+
+def image_plan(
+    norm: Norm, shape: tuple[int, ...], groups: int = 0, dtype: torch.dtype = torch.float16, is_backward: bool = False
+) -> Plan:
+    strides = (prod(shape[1:]), prod(shape[2:]), shape[3], 1)
+    image = View(shape, strides, dtype, True)
+    parameter = View((shape[1], 1, 1), (1, 1, 1), torch.float32, True)
+    call = replace(IMAGES, norm=norm, groups=groups, outputs=(dtype,))
+    views = (image, parameter, parameter, image)
+    if is_backward:
+        backward, space = pipeline.backward_problem(call, views, (0,), (0, 1, 2))
+        return choose.backward(backward, KNOWN["sm_90"], space)
+    forward, space = pipeline.forward_problem(call, views)
+    return choose.forward(forward, KNOWN["sm_90"], space)
+
+
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+def test_rows_that_are_done_in_a_round_or_two_need_no_pipeline(is_backward: bool) -> None:
+    few = image_plan(BATCH_NORM, (8, 256, 56, 56), is_backward=is_backward)
+    many = image_plan(BATCH_NORM, (64, 256, 56, 56), is_backward=is_backward)
+    assert (few.pattern, few.stages, many.pattern, many.stages) == (HELD, 1, HELD, 3)
+    assert few.per_unit > many.per_unit
+    assert -(-256 // (few.programs // -(-8 // few.block_rows))) <= 2
+
+
+def test_long_lines_of_one_round_are_not_held() -> None:
+    assert image_plan(BATCH_NORM, (8, 64, 112, 112), is_backward=True).pattern == COLUMN_PATTERN
+    assert image_plan(BATCH_NORM, (32, 64, 112, 112), is_backward=True).pattern == HELD
+
+
+@pytest.mark.parametrize("shape", [(320, 64, 64), (64, 112, 112)], ids=str)
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+def test_other_samples_of_groups_are_the_same_plan(shape: tuple[int, ...], is_backward: bool) -> None:
+    plans = [
+        image_plan(GROUP_NORM, (samples, *shape), 32, torch.bfloat16, is_backward) for samples in (1, 3, 8, 13, 32, 700)
+    ]
+    assert plans == [plans[0]] * len(plans)
 
 
 def test_a_launch_that_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

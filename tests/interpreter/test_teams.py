@@ -25,12 +25,12 @@ from kernel_contracts.channel_running import (
     run_torchs,
 )
 from kernel_contracts.channel_running import run_planned as run_channels
-from kernel_contracts.running import NORMS, call_for, operands_for, run_planned
+from kernel_contracts.running import EPS, NORMS, call_for, operands_for, run_planned
 from kernel_contracts.running import check_accuracy as check_rows
 from warpnorm import pipeline, settings
 from warpnorm.kernels import messages
 from warpnorm.norms import LAYER_NORM, Norm
-from warpnorm.plan.plan import HELD, TEAM, Plan
+from warpnorm.plan.plan import HELD, ROW, TEAM, Plan
 from warpnorm.problem import View
 
 TEAMS = (
@@ -81,10 +81,34 @@ def test_a_mean_is_rounded_once() -> None:
     assert (mean.double() - truth).abs().max() <= 0.51 * torch.finfo(torch.float32).eps * 512
 
 
+AT_ONCE = (
+    Plan(ROW, 1, 64, 2, chunks=4, late=True, recomputes=True),
+    Plan(TEAM, 1, 32, 1, programs=2, splits=2, chunks=4, recomputes=True),
+    Plan(TEAM, 1, 8, 1, programs=1, splits=4, chunks=8, recomputes=True),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", AT_ONCE, ids=["row", "two", "four"])
+def test_one_visit_loses_few_digits(plan: Plan, dtype: torch.dtype) -> None:
+    """Also where the value that deviations are taken from is far from all others, and where all are far from zero."""
+    row = torch.randn(256, generator=torch.Generator().manual_seed(0))
+    first, ramp = torch.zeros(256), torch.linspace(-1.0, 1.0, 256)
+    first[0] = 2.0**14
+    x = torch.stack([row, row + first, row - first, row + first.roll(77), ramp * 6e4, row + 1e3, first, -first]).to(
+        dtype
+    )
+    operands = operands_for(LAYER_NORM, x, 1)
+    mean, rstd = pipeline.forward(call_for(LAYER_NORM, 1, *operands), operands, plan=plan)[1]
+    true = x.double().mean(1), (x.double().var(1, correction=0) + EPS).rsqrt()
+    assert ((mean - true[0]).abs() * true[1]).max() < 2.0**-20
+    assert (rstd / true[1] - 1).abs().max() < 2.0**-17
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_of_one_value_give_zeros(dtype: torch.dtype) -> None:
     """As parts, which are merged, and as lanes of them."""
-    for plan, cols in ((TEAMS[1], 200), (TEAMS[1], 384), (TEAMS[2], 256)):
+    for plan, cols in ((TEAMS[1], 200), (TEAMS[1], 384), (TEAMS[2], 256), *((plan, 256) for plan in AT_ONCE)):
         operands = operands_for(LAYER_NORM, torch.full((2, cols), 3.3).to(dtype), 1)
         call = call_for(LAYER_NORM, 1, *operands)
         (output,), _ = pipeline.forward(call, operands, plan=plan)

@@ -114,7 +114,10 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         constants |= {"BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
         constants |= _functions(functions, "hold")
         constants |= {"CHUNKS": plan.chunks, "FULL_CHUNKS": _full_chunks(problem, plan), "IS_LATE": plan.late}
-        constants["RECOMPUTES"] = _recomputes(plan, device)
+        # Mean and M2 in one visit, where a row would otherwise be widened once more
+        is_short = plan.recomputes and plan.block_rows == 1 and not problem.has_long_mantissas
+        is_at_once = is_short and problem.norm.is_centered and _is_exact(problem, plan)
+        constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_AT_ONCE": is_at_once}
         constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
         constants |= {"KEEPS_VARIANCE": problem.norm.keeps_variance, "HAS_RUNNING": bool(problem.running)}
         constants["IS_CHAINED"] = _can_chain(device)

@@ -34,6 +34,7 @@ def forward_tile(
     STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, KEEPS_VARIANCE: tl.constexpr,
     HAS_RUNNING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
     FULL_CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_LATE: tl.constexpr, RECOMPUTES: tl.constexpr,
+    IS_AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     row_offsets = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows_mask(row_offsets, rows)
@@ -41,8 +42,7 @@ def forward_tile(
         0, row_offsets, row_mask, row_offsets, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS,
     )  # fmt: skip
     row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
-    HAS_LANES: tl.constexpr = IS_CENTERED and RECOMPUTES and IS_EXACT and BLOCK_ROWS == 1 and not IS_CORRECTED
-    if HAS_LANES:
+    if IS_AT_ONCE:
         mean, squares = mean_and_squares(row, places, row_mask, CHUNKS, CHUNKS)
         variance = mean_of(squares, cols)
         statistics = (mean, reciprocal_sqrt(variance + eps), variance)
@@ -85,7 +85,7 @@ def row_forward_kernel(
     HAS_RUNNING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr,
     IS_EXACT: tl.constexpr, IS_PERSISTENT: tl.constexpr, IS_LATE: tl.constexpr, RECOMPUTES: tl.constexpr,
-    STAGES: tl.constexpr, IS_CHAINED: tl.constexpr,
+    IS_AT_ONCE: tl.constexpr, STAGES: tl.constexpr, IS_CHAINED: tl.constexpr,
 ):  # fmt: skip
     begin(IS_CHAINED)
     program = tl.program_id(0).to(rows.dtype)
@@ -95,13 +95,13 @@ def row_forward_kernel(
             forward_tile(
                 block, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
                 LOAD_COLUMNS, LOAD_ROWS, HOLD, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
-                HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, False, RECOMPUTES,
+                HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, False, RECOMPUTES, IS_AT_ONCE,
             )  # fmt: skip
     else:
         forward_tile(
             program, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
             LOAD_COLUMNS, LOAD_ROWS, HOLD, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
-            HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, IS_LATE, RECOMPUTES,
+            HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, IS_LATE, RECOMPUTES, IS_AT_ONCE,
         )  # fmt: skip
 
 

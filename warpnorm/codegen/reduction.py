@@ -54,23 +54,21 @@ def _masks(count: int, stride: int) -> tuple[int, ...]:
 def read(kernel: BoundKernel) -> Reduction | None:
     """The reduction of the largest tile along its columns, or nothing if there is none."""
     code = kernel.compiled.asm["ttgir"]
-    layouts = {
-        name: _layout(text) for name, text in re.findall(r"^#(\w+) = #ttg\.blocked<\{(.*?)\}>", code, re.MULTILINE)
-    }
-    along_columns = r'"tt\.reduce"\((?:(?!tt\.reduce").)*?<\{axis = [12] .*?\}\) : \(tensor<((?:\d+x)+)\w+, #(\w+)>'
-    tiles = []
-    for shape, name in re.findall(along_columns, code, re.DOTALL):
-        rows, *cols = map(int, shape[:-1].split("x"))
-        if cols and layouts.get(
-            name
-        ):  # neighbours of a thread may be a dimension of their own, which is reduced before
-            tiles.append((rows, prod(cols), name))
+    found = re.findall(r"^#(\w+) = #ttg\.blocked<\{(.*?)\}>", code, re.MULTILINE)
+    layouts = {name: layout for name, text in found if (layout := _layout(text)) is not None}
+    # Neighbours that one thread has may be a dimension of their own, which is reduced before
+    along_columns = (
+        r'"tt\.reduce"\((?:(?!tt\.reduce").)*?<\{axis = [12] .*?\}\) : \(tensor<(\d+)x((?:\d+x)+)\w+, #(\w+)>'
+    )
+    tiles = [
+        (int(rows), prod(map(int, re.findall(r"\d+", cols))), name)
+        for rows, cols, name in re.findall(along_columns, code, re.DOTALL)
+        if name in layouts
+    ]
     if not tiles:
         return None
     largest = max(tiles, key=lambda tile: tile[0] * tile[1])
-    layout = layouts[largest[2]]
-    assert layout is not None
-    per_thread, lanes, warps, order = layout
+    per_thread, lanes, warps, order = layouts[largest[2]]
     return Reduction(largest[0], largest[1], per_thread, lanes, warps, order, tiles.count(largest))
 
 

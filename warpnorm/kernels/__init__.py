@@ -2,6 +2,7 @@
 statistic, and when to call the functions it is handed; it knows no formula, no weight and no layout.
 
 statistics  mean and variance, or mean square: on registers, along a walk, and their gradients
+sums        several sums by one reduction
 masks       which elements of a tile are there
 pointwise   elementwise functions that generated source calls
 row         a row fits in one program's registers

@@ -109,9 +109,9 @@ def _can_lie_in_registers(problem: ForwardProblem, device: Device) -> bool:
 
 
 def _wide_forward(problem: ForwardProblem, device: Device) -> Plan:
-    # LayerNorm and RMSNorm at 12288: 97 and 98 (LayerNorm with 16 warps 93); at 16384 with 16 as with 8 warps, LayerNorm by
-    # one more; at 32768: 95 and 97 with 16, 77 and 97 with 32; at 65536: 86 and 95. With c in registers at 12288: 87 and 97.
-    # fp32 at 16384: 96 and 97
+    # LayerNorm and RMSNorm at 12288: 97 and 98 (LayerNorm with 16 warps four less); at 16384 with 16 as with 8 warps,
+    # LayerNorm by one more; at 32768: 95 and 97 with 16, 77 and 97 with 32; at 65536: 86 and 95. With c in registers at
+    # 12288: 87 and 97. fp32 at 16384: 96 and 97
     row_bytes = problem.width * needs.itemsize(problem)
     warps = 8 if row_bytes < 32768 else 16 if row_bytes <= 65536 else 32
     itemsize = max(o.dtype.itemsize for o in problem.operands if o.axes in (*TILES, COLUMN))

@@ -18,8 +18,6 @@ QUICK = frozenset({
     "add", "sub", "mul", "neg", "abs", "relu", "maximum", "minimum", "where", "convert",
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not",
 })  # fmt: skip
-
-
 # Rounds of teams that are so few that it pays to have more programs and no pipeline, if the last is nearly full
 FEW_ROUNDS, NEARLY = 2, 0.9
 
@@ -69,13 +67,13 @@ def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Sh
             return (Share(4, 200, {260: 4}, 4, 3),)  # GroupNorm + SiLU 49 [44], 45 with two warps
         # BatchNorm fp16 75 [63], 73 with 6; GroupNorm bf16 75 [70], and 65 with 7. Of 8 images 59 [46], 44 with 6 and a
         # pipeline. Longer lines: 32 x 64 x 112 x 112 66 [54]; of 8 images, which would be one round, 58 [66]
-        return Share(2, 200, {128: 8, 200: 7, 260: 6}, 8, 3), Share(4, 200, {260: 3, 400: 4}, 0, 1)
+        short = Share(2, 200, {128: 8, 200: 7, 260: 6}, 8, 3), Share(4, 200, {128: 4, 260: 3}, 4, 3)
+        return *short, Share(4, 200, {400: 4}, 0, 1)
     if not is_quick:
         return ()
     if is_half and tensors == 1:
         # BatchNorm fp16 74 [66], without a pipeline 68, and 69 with 8; GroupNorm bf16 77 [75]. Of 8 images 66 [45], and 52
-        # with 6 and a pipeline. 32 x 64 x 112 x 112: 71 [57], and 67 with 3; of 256 images, in
-        # two teams, 67 [64]
+        # with 6 and a pipeline. 32 x 64 x 112 x 112: 71 [57], and 67 with 3; of 256 images, in two teams, 67 [64]
         return Share(2, 200, {128: 8, 200: 6}, 10, 3), Share(4, 200, {200: 4}, 5, 3, 2)
     # BatchNorm fp32 81 [71], 76 with 12, in a pipeline 80; residual + BatchNorm + ReLU, fp16: 84 [72], 80 with 10, in a
     # pipeline 77; 256 x 64 x 112 x 112 fp32 68 [66] with two teams. Of 8 images fp32: 70 [56] with 8, of which there are as

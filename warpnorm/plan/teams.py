@@ -75,9 +75,9 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         # the want of registers; fp32 at 16384: 93, and 67 with 4096 columns for each program
         team_cols = 2048 if sums > 2 or loaded > 8 else 4096
         return Part(team_cols, 4, 2, team_cols // 1024 if is_heavy else 1)
-    if cols <= 131072:
+    if sums == 2 and cols <= 131072:
         return Part(2048, 2, 4, 4)  # LayerNorm at 131072: 70, 64 in two blocks, 68 with 4096 columns
-    return Part(4096, 4, 2, 4)  # LayerNorm at 262144: 59, and 54 in one block
+    return Part(4096, 4, 2, 1 if cols <= 131072 else 4)  # LayerNorm at 262144: 59, and 54 in one block
 
 
 def _plan(

@@ -194,6 +194,32 @@ def check_total(name: str, of_what: str, count: int, given: str) -> None:
         raise InputError(f"{name}: Expected more than 1 {of_what}, but there is one on all ranks, and {given}")
 
 
+def are_vectors(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
+    return (weight is None or weight.ndim == 1) and (bias is None or bias.ndim == 1)
+
+
+def may_write(
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> bool:
+    """Whether PyTorch's operators, if they refuse these tensors, do so before they write the running statistics: they do
+    not where a bias has another dtype, a weight lies elsewhere, or the elements of running_var share memory."""
+    if running_mean is None or running_var is None:
+        return are_vectors(weight, bias)
+    dtype = running_mean.dtype
+    return (
+        (dtype is input.dtype or (dtype is torch.float32 and input.dtype in HALVES))
+        and running_var.dtype is dtype
+        and (weight is None or (weight.dtype is dtype and weight.ndim == 1 and weight.is_cpu))
+        and (bias is None or (bias.dtype is dtype and bias.ndim == 1 and bias.is_cpu))
+        and (running_mean.is_cpu and (running_mean.is_contiguous() or running_mean.stride(0) > 0))
+        and (running_var.is_cpu and (running_var.is_contiguous() or running_var.stride(0) > 0))
+    )
+
+
 def check_flag(name: str, what: str, flag: Any) -> bool:
     if not isinstance(flag, bool):
         raise InputTypeError(f"{name}: {what} must be a bool, but is a {type(flag).__name__}")

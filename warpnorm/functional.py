@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
-from warpnorm import arguments, library, pipeline, reference, repeat, settings
+from warpnorm import arguments, library, pipeline, reference, repeat, repeat_channels, settings
 from warpnorm.library import is_sharded
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
 from warpnorm.problem import FULL, Axes, Call, Running, compute_dtype
@@ -175,18 +175,21 @@ def batch_norm(
     Weight, bias and running statistics may have other dtypes than `input`, and keep them. The result has the dtype and
     the memory format of `input`. A call that raises has not touched the running statistics.
     """
-    if has_torch_function_variadic(input, running_mean, running_var, weight, bias) or is_sharded(input):
-        return _elsewhere(
-            batch_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
-            training, momentum, eps, out=out, return_stats=return_stats,
-        )  # fmt: skip
+    is_plain = out is None and not return_stats and type(training) is bool and not torch.compiler.is_compiling()
     norm = BATCH_NORM if training is True else FIXED_NORM
+    tensors = (input, running_mean, running_var, weight, bias)
+    how: tuple[Any, Any] = (None, momentum) if training else (0, None)
+    seen = repeat_channels.again(norm, norm, eps, *how, tensors) if is_plain else None
+    if isinstance(seen, torch.Tensor):
+        return seen
+    if has_torch_function_variadic(*tensors) or is_sharded(input):
+        return _elsewhere(batch_norm, tensors, *tensors, training, momentum, eps, out=out, return_stats=return_stats)
     if out is None and not return_stats and _takes_operators(input, None, norm):
         try:
             if training:
-                is_safe = input.numel() > input.shape[1] and _may_write(input, running_mean, running_var, weight, bias)
+                is_safe = input.numel() > input.shape[1] and arguments.may_write(*tensors)
             else:
-                is_safe = input.numel() > 0 and _are_vectors(weight, bias)
+                is_safe = input.numel() > 0 and arguments.are_vectors(weight, bias)
             if is_safe and eps > 0:
                 return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
         except REFUSALS:
@@ -198,13 +201,15 @@ def batch_norm(
     eps = arguments.check_batch_eps(name, eps, training)
     _check_tensors(name, input, channels, weight, bias, running_mean, running_var, training, out)
     if not training:
-        return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats)
+        return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats, key=seen)
     count = arguments.check_several(name, "value per channel when training", input, input.shape[0])
     if takes_kernels(BATCH_NORM, input, weight, bias, running_mean, running_var):
         running = None
         if running_mean is not None and running_var is not None:
             running = Running(running_mean, running_var, momentum, count)
-        output, mean, rstd, _ = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out, running=running)
+        output, mean, rstd, _ = _by_channel_kernels(
+            BATCH_NORM, input, 0, weight, bias, eps, out, running=running, key=seen
+        )
         return (output, mean, rstd) if return_stats else output
     statistics = _statistics(input, 0, weight, bias, eps) if return_stats else ()
     output = reference.batch_norm(input, running_mean, running_var, weight, bias, True, momentum, eps)
@@ -227,6 +232,11 @@ def group_norm(
     The keywords are those of `batch_norm`, and so are the dtypes that it takes; the statistics have shape
     (N, num_groups).
     """
+    is_plain = out is None and not return_stats and not torch.compiler.is_compiling()
+    how = (GROUP_NORM, GROUP_NORM, eps, num_groups, None)
+    seen = repeat_channels.again(*how, (input, weight, bias)) if is_plain else None
+    if isinstance(seen, torch.Tensor):
+        return seen
     if has_torch_function_variadic(input, weight, bias) or is_sharded(input):
         return _elsewhere(
             group_norm, (input, weight, bias), input, num_groups, weight, bias, eps, out=out, return_stats=return_stats
@@ -245,7 +255,9 @@ def group_norm(
     arguments.check_several(name, "value per group", input, input.shape[0] * channels // groups)
     dtype = arguments.output_dtype(name, input) if out is None else input.dtype
     if takes_kernels(GROUP_NORM, input, weight, bias):
-        output, mean, rstd = _by_channel_kernels(GROUP_NORM, input, groups, weight, bias, eps, out, dtype=dtype)
+        output, mean, rstd = _by_channel_kernels(
+            GROUP_NORM, input, groups, weight, bias, eps, out, dtype=dtype, key=seen
+        )
         return (output, mean.view(-1, groups), rstd.view(-1, groups)) if return_stats else output
     statistics = _statistics(input, groups, weight, bias, eps) if return_stats else ()
     return _returned(reference.group_norm(input.to(dtype), groups, weight, bias, eps), out, statistics)
@@ -270,6 +282,12 @@ def instance_norm(
 
     The keywords are those of `batch_norm`, and so are the dtypes that it takes; the statistics have shape (N, C).
     """
+    is_plain = out is None and not return_stats and running_mean is None and running_var is None
+    is_plain = is_plain and use_input_stats is True and not torch.compiler.is_compiling()
+    how = (instance_norm, GROUP_NORM, eps, 0, None)
+    seen = repeat_channels.again(*how, (input, weight, bias)) if is_plain else None
+    if isinstance(seen, torch.Tensor):
+        return seen
     if has_torch_function_variadic(input, running_mean, running_var, weight, bias) or is_sharded(input):
         return _elsewhere(
             instance_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
@@ -280,10 +298,10 @@ def instance_norm(
             flags = (use_input_stats, momentum, eps, False)
             if use_input_stats:
                 is_safe = input.numel() > input.shape[0] * input.shape[1]
-                if is_safe and _may_write(input, running_mean, running_var, weight, bias):
+                if is_safe and arguments.may_write(input, running_mean, running_var, weight, bias):
                     output = torch.instance_norm(input, weight, bias, running_mean, running_var, *flags)
                     return reference.in_format_of(input, output)
-            elif input.numel() > 0 and _are_vectors(weight, bias):  # nothing is left that tells samples apart
+            elif input.numel() > 0 and arguments.are_vectors(weight, bias):  # nothing is left that tells samples apart
                 return torch.batch_norm(input, weight, bias, running_mean, running_var, *flags)
         except REFUSALS:
             pass
@@ -298,7 +316,7 @@ def instance_norm(
     count = arguments.check_several(name, "spatial element when training", input)
     if takes_kernels(GROUP_NORM, input, weight, bias, running_mean, running_var):
         norm = GROUP_NORM if running_mean is None else TRACKED_NORM
-        output, *rows = _by_channel_kernels(norm, input, channels, weight, bias, eps, out)
+        output, *rows = _by_channel_kernels(norm, input, channels, weight, bias, eps, out, key=seen)
         mean, rstd, *variance = (row.view(-1, channels) for row in rows)
         if variance:
             reference.update_running(running_mean, running_var, mean, variance[0], count, momentum)
@@ -353,32 +371,6 @@ def _takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: No
         return False
 
 
-def _are_vectors(weight: torch.Tensor | None, bias: torch.Tensor | None) -> bool:
-    return (weight is None or weight.ndim == 1) and (bias is None or bias.ndim == 1)
-
-
-def _may_write(
-    input: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> bool:
-    """Whether PyTorch's operators, if they refuse these tensors, do so before they write the running statistics: they do
-    not where a bias has another dtype, a weight lies elsewhere, or the elements of running_var share memory."""
-    if running_mean is None or running_var is None:
-        return _are_vectors(weight, bias)
-    dtype = running_mean.dtype
-    return (
-        (dtype is input.dtype or (dtype is torch.float32 and input.dtype in arguments.HALVES))
-        and running_var.dtype is dtype
-        and (weight is None or (weight.dtype is dtype and weight.ndim == 1 and weight.is_cpu))
-        and (bias is None or (bias.dtype is dtype and bias.ndim == 1 and bias.is_cpu))
-        and (running_mean.is_cpu and (running_mean.is_contiguous() or running_mean.stride(0) > 0))
-        and (running_var.is_cpu and (running_var.is_contiguous() or running_var.stride(0) > 0))
-    )
-
-
 def takes_kernels(norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None, cols: int = 0) -> bool:
     """Whether kernels or native code run a norm alone; `cols` are those of a norm over rows."""
     is_large = input.numel() > 0 and pipeline.is_large_input(norm, input, cols)
@@ -431,6 +423,7 @@ def _by_running(
     out: torch.Tensor | None,
     return_stats: bool,
     samples: int | None = None,
+    key: Any = None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """By the running statistics, which are returned once, or for each of `samples`."""
     assert running_mean is not None
@@ -443,7 +436,7 @@ def _by_running(
             statistics = tuple(statistic.repeat(samples, 1) for statistic in statistics)
     if takes_kernels(FIXED_NORM, input, weight, bias, running_mean, running_var):
         fixed = (running_mean, running_var)
-        output = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out, fixed)[0]
+        output = _by_channel_kernels(BATCH_NORM, input, 0, weight, bias, eps, out, fixed, key=key)[0]
         return (output, *statistics) if return_stats else output
     output = reference.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
     return _returned(output, out, statistics)
@@ -460,9 +453,11 @@ def _by_channel_kernels(
     fixed: tuple[torch.Tensor, torch.Tensor] | None = None,
     running: Running | None = None,
     dtype: torch.dtype | None = None,
+    key: Any = None,
 ) -> tuple[torch.Tensor, ...]:
-    """(output, mean, rstd), and the biased variance where the norm keeps it, with one number a row. `groups` is 0 for batch
-    norm; `fixed` are its running statistics in evaluation, and `running` in training."""
+    """(output, mean, rstd), and the biased variance where the norm keeps it, with one number a row; of `fixed` statistics
+    the output alone. `groups` is 0 for batch norm; `fixed` are its running statistics in evaluation, and `running` in
+    training. Remembered under `key`."""
     dtype = dtype or input.dtype
     mask = (False, True, *[False] * (input.ndim - 2))
     parameters = [_by_channel(p, input) for p in (*(fixed or ()), weight, bias) if p is not None]
@@ -479,9 +474,9 @@ def _by_channel_kernels(
             norm, epilogue = FIXED_NORM, FixedAffine(eps, weight is not None, bias is not None)
         call = Call(norm, 1, eps, Itself(), epilogue, axes, (dtype,), groups=groups)
         output, *statistics = normalize_and_average(call, [input, *parameters], out, running)
-    if fixed is not None:
-        mean, variance = (buffer.detach().to(compute_dtype([input.dtype])) for buffer in fixed)
-        return output, mean, torch.rsqrt(variance + eps)
+        if key is not None:
+            averaged = () if running is None else (running.mean, running.variance)
+            repeat_channels.remember(key, call, (input, *averaged, *(fixed or ()), weight, bias), running is not None)
     return output, *statistics
 
 

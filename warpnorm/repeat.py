@@ -45,7 +45,7 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
     found = _seen.get(key)
     if found is None:
         return key
-    if not _is_repeatable(operands):
+    if not is_repeatable(operands):
         return None
     if found.offered is not settings.current():
         _offer(found, (norm, eps, shape, input, weight, *((bias,) if norm == LAYER_NORM else ())))
@@ -54,7 +54,7 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
     return found(operands)
 
 
-def _launcher_for(input: torch.Tensor) -> Any:
+def launcher_for(input: torch.Tensor) -> Any:
     """The compiled launcher, if it is there and may be told of a call; every call of Python's that asks counts."""
     global _count
     if settings.is_interpreting() or (input.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -66,14 +66,15 @@ def _launcher_for(input: torch.Tensor) -> Any:
 def _offer(found: "Repeat", key: tuple[Any, ...]) -> None:
     """To the compiled launcher, if it is there."""
     input: torch.Tensor = key[3]
-    module = _launcher_for(input)
+    module = launcher_for(input)
     if module is None:
         return
     found.offered = settings.current()
     like = torch.empty(input.shape, dtype=found.call.outputs[0], device="meta")
-    described = _described(found.launch, input, (like,), len(found.call.axes), False)
-    if described is not None:
-        module.remember(key, *described, tuple(range(found.count)), (1 << found.count) - 1, found, found.launch, True)
+    how = described(found.launch, input, (like,), range(found.count), False)
+    if how is not None:
+        saved, mask = tuple(range(found.count)), (1 << found.count) - 1
+        module.remember(key, *how, (), saved, mask, False, found, found.launch, True)
 
 
 def offer_fused(
@@ -87,7 +88,7 @@ def offer_fused(
     """A call of a fused function: `kind` stands for all but the tensors' layouts. It returns the outputs, in a tuple or the
     only one; gradients of other operands than the `differentiable` ones need more than is known here."""
     input = operands[0]
-    module = _launcher_for(input)
+    module = launcher_for(input)
     if module is None:
         return
     key = (id(kind), settings.current(), tuple(map(View.of, operands)))
@@ -97,14 +98,14 @@ def offer_fused(
         _offered.clear()
     _offered[key] = kind
     launch: Any = pipeline.prepare_forward(call, (*key[2], *map(View.of, outputs)), input.device, None)
-    described = _described(launch, input, outputs, len(operands), is_tuple)
-    if described is None:
+    how = described(launch, input, outputs, range(len(operands)), is_tuple)
+    if how is None:
         return
     repeat = None
     if differentiable and not call.detached and all(output.is_floating_point() for output in outputs):
         repeat = FusedRepeat.of(call, operands)
     saved, mask = repeat.saved if repeat else (), sum(1 << i for i in differentiable)
-    module.remember((kind, None, (), *operands), *described, saved, mask, repeat, launch, False)
+    module.remember((kind, None, (), *operands), *how, (), saved, mask, False, repeat, launch, False)
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,12 @@ class FusedRepeat:
     saved: tuple[int, ...]
     kept: tuple[tuple[int, ...], ...] | None
     count: int
-    flow: Any = pipeline
+
+    def gradients(
+        self, operands: Sequence[Any], statistics: Sequence[torch.Tensor], grads: Sequence[Any], wanted: tuple[int, ...],
+        handle: Any,
+    ) -> dict[int, Any]:  # fmt: skip
+        return gradients_of(pipeline, self.call, operands, grads, statistics, wanted, self.kept)
 
     @staticmethod
     def of(call: Call, operands: Sequence[torch.Tensor]) -> "FusedRepeat":
@@ -127,28 +133,34 @@ class FusedRepeat:
         return FusedRepeat(short.call, (-1 - short.output, *short.others), kept, len(operands))
 
 
-def _described(
-    launch: Any, input: torch.Tensor, outputs: Sequence[torch.Tensor], operands: int, is_tuple: bool
+def described(
+    launch: Any,
+    input: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    operands: Sequence[int],
+    is_tuple: bool,
+    running: Sequence[int] = (),
 ) -> tuple[Any, ...] | None:
     """As the compiled launcher takes it, but for the key and what Python does: tensors like the outputs, whether a tuple of
-    them is returned, places of statistics, how many there are, and the launch. Nothing if it does not take it."""
-    described = launch.described(operands, len(outputs)) if hasattr(launch, "described") else None
-    if described is None:
+    them is returned, places of statistics, how many of them there are, of how many rows, and whether they are doubles; the
+    launches, and what they share. Nothing if it does not take it. `operands` and `running` are numbers of tensors."""
+    how = launch.described(operands, len(outputs), running) if hasattr(launch, "described") else None
+    if how is None:
         return None
-    place = _place(launch, input.device)
-    if not _is_kept(place, launch):
-        return None
-    return tuple(outputs), is_tuple, _scratch_at(place, launch, input), _rows(launch), described
+    problem = launch.problem
+    scratch: tuple[torch.Tensor, ...] = ()
+    if not problem.norm.is_by_channel:  # of these, launches may read what others of the same call have left there
+        place = _place(launch, input.device)
+        if not _is_kept(place, launch):
+            return None
+        scratch = _scratch_at(place, launch, input)
+    is_double = problem.compute == torch.float64
+    return tuple(outputs), is_tuple, scratch, len(problem.norm.statistics), launch.units, is_double, *how
 
 
 def _place(launch: Any, device: torch.device) -> tuple[Any, ...]:
     """Many batches share few: the number of their statistics is a power of two."""
-    return device, 1 << max(_rows(launch) - 1, 0).bit_length(), launch.problem.compute, launch.problem.norm.name
-
-
-def _rows(launch: Any) -> int:
-    """How many statistics of each kind a launch writes."""
-    return launch.units if hasattr(launch, "units") else launch.space.rows
+    return device, 1 << max(launch.units - 1, 0).bit_length(), launch.problem.compute, launch.problem.norm.name
 
 
 def _scratch_at(place: tuple[Any, ...], launch: Any, like: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -194,10 +206,7 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     """What the compiled launcher leaves to Python, of the tensors that it has kept. `handle` is how it would know the same
     launches again."""
-    if isinstance(found, Repeat) and not are_batched(grads) and not is_differentiated():
-        by_operand: dict[int, Any] = found.backward(found.call, operands, grads, statistics, wanted, handle)
-    else:
-        by_operand = gradients_of(found.flow, found.call, operands, grads, statistics, wanted, found.kept)
+    by_operand = found.gradients(operands, statistics, grads, wanted, handle)
     return tuple([by_operand.get(i) for i in range(found.count)])
 
 
@@ -222,19 +231,19 @@ def _key(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float 
     elif kind is not torch.Size and kind is not int:
         return None
     try:
-        of_weight = None if weight is None else _layout(weight)
+        of_weight = None if weight is None else layout(weight)
         is_autocast = input.is_cuda and torch.is_autocast_enabled("cuda")
-        return norm.name, shape, eps, _layout(input), of_weight, None if bias is None else _layout(bias), is_autocast
+        return norm.name, shape, eps, layout(input), of_weight, None if bias is None else layout(bias), is_autocast
     except (AttributeError, InputError, RuntimeError, TypeError):  # not a tensor, or not a strided one with memory
         return None
 
 
-def _layout(tensor: torch.Tensor) -> Any:
+def layout(tensor: torch.Tensor) -> Any:
     is_aligned = address_of(tensor) % VECTOR_BYTES == 0
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_aligned
 
 
-def _is_repeatable(operands: Sequence[Any]) -> bool:
+def is_repeatable(operands: Sequence[Any]) -> bool:
     """Whether nothing that may change has changed."""
     input = operands[0]
     if settings.current().route not in (
@@ -275,7 +284,7 @@ def first(
     call = Call(norm, len(shape), eps, Itself(), epilogue, tuple(axes), (dtype,))
     output, *statistics = pipeline.normalize(call, operands, out)
     given = [operand for operand in (input, weight, bias) if operand is not None]
-    if key is not None and all(a is b for a, b in zip(operands, given, strict=True)) and _is_repeatable(given):
+    if key is not None and all(a is b for a, b in zip(operands, given, strict=True)) and is_repeatable(given):
         if len(_seen) >= LARGEST_CACHE:
             _seen.clear()
         repeat = Repeat(call, given)  # type: ignore[arg-type]
@@ -319,20 +328,22 @@ def spread(parameter: torch.Tensor) -> torch.Tensor:
 class Repeat:
     """A call with its forward launch, and the backward ones that were needed so far. Runs both directions for autograd."""
 
+    running_dtypes: tuple[torch.dtype, ...] = ()  # of what is averaged into
+
     def __init__(self, call: Call, operands: Sequence[torch.Tensor]) -> None:
         input = operands[0]
         self.call = call
         self.dtype = call.outputs[0]
-        views = tuple(map(View.of, (*operands, _empty(input, self.dtype))))
-        launch: Any = pipeline.prepare_forward(call, views, input.device, None)
+        self.is_native = False  # there is no result yet
+        views = tuple(map(View.of, (*operands, self._empty(input, self.dtype))))
+        launch: Any = pipeline.prepare_forward(call, views, input.device, None, self.running_dtypes)
         self.launch = launch
         self.can_run = hasattr(launch, "into")  # what the compiler did not build is nothing to repeat
         if not self.can_run:
             return
         self.is_native = pipeline.is_native(input.device)
         self.place = _place(launch, input.device)
-        self.flow: Any = self
-        self.kept, self.count = None, len(operands)  # of a backward by Python
+        self.count = len(operands)
         self._backward: dict[Any, Any] = {}
         self.offered: Settings | None = None  # to the compiled launcher, under these
 
@@ -355,6 +366,15 @@ class Repeat:
         statistics = self.launch.empty_statistics(output.device)
         self.launch.into(operands, (output,), statistics)
         return (output,), statistics
+
+    def gradients(
+        self, operands: Sequence[Any], statistics: Sequence[torch.Tensor], grads: Sequence[Any], wanted: tuple[int, ...],
+        handle: Any = None,
+    ) -> dict[int, Any]:  # fmt: skip
+        """By the numbers of the user's operands, which are wanted by these."""
+        if are_batched(grads) or is_differentiated():
+            return gradients_of(self, self.call, operands, grads, statistics, wanted)  # type: ignore[arg-type]
+        return self.backward(self.call, operands, grads, statistics, wanted, handle)
 
     def backward(
         self,
@@ -382,7 +402,13 @@ class Repeat:
         which = launch.problem.wanted
         gradients = tuple([self._empty(operands[i]) for i in which])
         if gradients:
-            launch(operands, (grad,), statistics, gradients)
+            try:
+                launch(operands, (grad,), statistics, gradients)
+            except RuntimeError as error:  # nothing was computed
+                if not pipeline.refuses_teams(error, grad.device):
+                    raise
+                self._backward.clear()
+                return pipeline.backward(call, operands, grad_outputs, statistics, wanted)
             described = launch.described(len(operands)) if handle is not None and hasattr(launch, "described") else None
             if described is not None:
                 launcher.module.remember_backward(handle, which, *described)

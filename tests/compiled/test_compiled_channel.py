@@ -12,6 +12,7 @@ from compiled.test_compiled import NVIDIA, local_memory
 from warpnorm import pipeline
 from warpnorm.codegen import bind
 from warpnorm.codegen.kernel import BoundKernel
+from warpnorm.launch.shared import MAILBOX
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, Norm
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
@@ -162,3 +163,46 @@ def test_plans_do_not_depend_on_the_samples(is_last: bool) -> None:
                 plan = choose.forward(problem, KNOWN["sm_90"])
                 parts.add((problem, plan, grid.spans(plan, space) if plan.pattern == COLUMN else space.cols))
             assert len(parts) == 1, f"{groups} groups of {size} x {size}"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_launcher_takes_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch of a call that was seen before, forward and backward: tensors have numbers, each of them some place, and
+    what is averaged by the momentum of the call is told so."""
+    monkeypatch.setattr(devices, "of", lambda device: KNOWN["sm_90"])
+    call, views = case.call(torch.float16)
+    gpu, has_running = torch.device("cuda", 0), case.norm is BATCH_NORM
+    running = (torch.float32, torch.float32) if has_running else ()
+    forward: Any = pipeline.prepare_forward.__wrapped__(call, (*views, views[0]), gpu, None, running)
+    wanted = (0, len(views) - 2, len(views) - 1)
+    backward: Any = pipeline.prepare_backward.__wrapped__(call, (*views, views[0]), gpu, (0,), wanted, None)
+    for kernel in kernels_of(forward) + kernels_of(backward):
+        kernel.compiled.function = 1  # where it would lie on a GPU
+    of_running = (1, 2) if has_running else ()
+    operands = [i for i in range(len(views) + len(of_running)) if i not in of_running]
+    launches, shared = forward.described(operands, 1, of_running)
+    statistics = len(case.norm.statistics)
+    expected = set(range(len(views) + len(of_running) + 1 + statistics + parts(shared)))
+    assert {slot for launch in launches for slot, *_ in launch[-1] if slot >= 0} == expected
+    factors = [param[2:] for launch in launches for param in launch[-1] if param[0] == -2]
+    size = case.shape[0] * case.shape[2] * case.shape[3]
+    assert factors == ([(1.0, -1.0), (0.0, 1.0), (0.0, size / (size - 1))] if has_running else []) * len(launches)
+    partials, launches, shared = backward.described(len(views))
+    expected = set(range(len(views) + statistics + 1 + len(wanted) + len(partials) + parts(shared)))
+    found = {slot for launch in launches for slot, *_ in launch[-1] if slot >= 0}
+    assert found <= expected
+    assert found >= set(range(len(views) + statistics, len(views) + statistics + 1 + len(wanted)))
+
+
+def kernels_of(launch: Any) -> list[BoundKernel]:
+    found = [
+        launch.kernel,
+        getattr(launch, "last_kernel", None),
+        *(sums[0] for sums in getattr(launch, "column_sums", ())),
+    ]
+    return [kernel for kernel in found if kernel is not None]
+
+
+def parts(shared: Any) -> int:
+    sizes, _, kind = shared
+    return 1 if kind == MAILBOX else len(sizes)

@@ -110,9 +110,10 @@ def test_wrong_launches_are_said(quick: Quick, device: str) -> None:
         warpnorm.rms_norm(x, (COLS,))
     key = (warpnorm.norms.RMS_NORM, None, (COLS + 1,), x)
     of = repeat._seen[next(iter(repeat._seen))]
-    *described, launch = repeat._described(of.launch, x, (torch.empty_like(x, device="meta"),), 1, False)
+    like = (torch.empty_like(x, device="meta"),)
+    *described, (launch,), shared = repeat.described(of.launch, x, like, (0,), False)
     wrong = (*launch[:3], 4096, *launch[4:])  # threads, of which a block has 1024 at the most
-    assert quick.module.remember(key, *described, wrong, (0,), 1, of, of.launch, True)
+    assert quick.module.remember(key, *described, (wrong,), shared, (), (0,), 1, False, of, of.launch, True)
     with pytest.raises(RuntimeError, match="CUDA error"):
         quick.module.call(*key)
     torch.testing.assert_close(warpnorm.rms_norm(x, (COLS,)), F.rms_norm(x, (COLS,)))

@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 
 from warpnorm.kernels.messages import RECEIVE
 from warpnorm.kernels.words import WAIT_32, WAIT_64
-from warpnorm.launch import forward, held
+from warpnorm.launch import shared
 from warpnorm.plan.plan import HELD, TEAM
 
 PATIENCE = 100  # turns in a row in which nobody comes further, for each program
@@ -167,7 +167,7 @@ def at_once(seed: int = 0, room: int = 4) -> Iterator[list[str]]:
     replaced: list[tuple[Any, str, Any]] = [
         (interpreter.GridExecutor, "__call__", launch_at_once), (builder, "create_inline_asm", wait),
         (builder, "create_atomic_rmw", making_room(exchange)), (builder, "create_masked_store", making_room(store)),
-        (forward, "team_mailbox", box), (held, "team_mailbox", box),
+        (shared, "team_mailbox", box),
     ]  # fmt: skip
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     for owner, name, value in replaced:

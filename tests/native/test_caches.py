@@ -17,7 +17,7 @@ import torch.nn.functional as F
 import warpnorm
 from warpnorm import pipeline, settings
 from warpnorm.cpu import build, run
-from warpnorm.launch import forward
+from warpnorm.launch import shared
 from warpnorm.trace import environment
 
 numbers = count()
@@ -126,17 +126,17 @@ def test_bound_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mailboxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for every stream and kind of team, of which there may be any number in time."""
     device = torch.device("cpu")
-    monkeypatch.setattr(forward, "_mailboxes", {})
-    monkeypatch.setattr(forward, "_left", {device: forward.STOCK})
-    monkeypatch.setattr(forward, "MOST_MAILBOXES", 4)
+    monkeypatch.setattr(shared, "_mailboxes", {})
+    monkeypatch.setattr(shared, "_left", {device: shared.STOCK})
+    monkeypatch.setattr(shared, "MOST_MAILBOXES", 4)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for k in range(10):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, k=k: SimpleNamespace(cuda_stream=k))
-        box = forward.team_mailbox(2, 3, 1, device)
+        box = shared.team_mailbox(2, 3, 1, device)
         assert not box.any()
         box.fill_(k + 1)  # numbers of messages go on from launch to launch
-        assert forward.team_mailbox(2, 3, 1, device) is box
-        assert len(forward._mailboxes) <= 4
+        assert shared.team_mailbox(2, 3, 1, device) is box
+        assert len(shared._mailboxes) <= 4
 
 
 # What ends each table that begins empty: a test above or in test_memory_flat.py, or that few things are in it
@@ -147,9 +147,9 @@ TABLES = {
     "warpnorm.cpu.memory._kept": "WARPNORM_KEEP_MB",
     "warpnorm.folder._told": "cache folders that were refused",
     "warpnorm.integrate.patch._classes": "classes of modules",
-    "warpnorm.launch.forward._left": "devices",
-    "warpnorm.launch.forward._mailboxes": "test_mailboxes",
-    "warpnorm.launch.forward._stock": "MOST_STOCKS",
+    "warpnorm.launch.shared._left": "devices",
+    "warpnorm.launch.shared._mailboxes": "test_mailboxes",
+    "warpnorm.launch.shared._stock": "MOST_STOCKS",
     "warpnorm.library._seen": "LARGEST_CACHE",
     "warpnorm.locks._all": "locks that somebody has",
     "warpnorm.parallel.exchange._tallies": "blocks that are open",
@@ -157,6 +157,7 @@ TABLES = {
     "warpnorm.repeat._offered": "test_more_shapes_than_a_cache_takes",
     "warpnorm.repeat._scratch": "powers of two up to LARGEST_SCRATCH",
     "warpnorm.repeat._seen": "test_more_shapes_than_a_cache_takes",
+    "warpnorm.repeat_channels._seen": "test_more_shapes_than_a_cache_takes",
     "warpnorm.settings._known": "settings that a program has had",
     "warpnorm.trace.environment._reads": "test_functions_made_of_texts",
 }

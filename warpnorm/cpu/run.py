@@ -145,14 +145,21 @@ class NativeForward(_Launch):
                 t.copy_(value)
             raise
 
-    def described(self, operands: int, outputs: int) -> tuple[Any, ...] | None:
-        """This call, of as many tensors, as the compiled launcher takes it; nothing where its memory is looked after."""
+    def described(self, operands: Sequence[int], outputs: int, running: Sequence[int] = ()) -> tuple[Any, ...] | None:
+        """This call, of as many tensors, by the numbers that the compiled launcher knows them by, as it takes it, and that
+        nothing is shared; nothing where its memory is looked after."""
         numel = self.space.rows * self.space.cols
         if self.takes_numbers or any(numel * o.dtype.itemsize >= memory.LARGE for o in self.problem.outputs):
             return None
-        count = operands + outputs + len(self.problem.norm.statistics)
+        if running and self.has_arrays:  # for which there may be no memory
+            return None
+        first = len(operands) + len(running)
+        results = range(first, first + outputs + len(self.problem.norm.statistics))
         addresses = (ctypes.cast(of, ctypes.c_void_p).value for of in (_pool(), self.in_memory, self.reals))
-        return self.function, *addresses, min(self.units, numel // PART), tuple((i, 0) for i in range(count))
+        size = numel // self.units
+        ratio = size / (size - 1) if running else 0.0
+        slots = tuple((i, 0) for i in (*operands, *results, *running))
+        return ((self.function, *addresses, min(self.units, numel // PART), ratio, slots),), ((), 4, 0)
 
     @cached_property
     def reals(self) -> Any:

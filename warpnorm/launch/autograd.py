@@ -90,6 +90,26 @@ class RepeatedNormalization(torch.autograd.Function):
         return (None, None, *[found.get(i) for i in range(count)])
 
 
+class ChannelNormalization(torch.autograd.Function):
+    """(what was seen, running, *operands) -> the one output, of a norm by channel; `saved` numbers the operands among the
+    tensors of the call."""
+
+    @staticmethod
+    def forward(ctx: Any, seen: Any, running: Running | None, *operands: torch.Tensor) -> torch.Tensor:
+        output, statistics = seen.run(operands, running)
+        ctx.seen = seen
+        ctx.save_for_backward(*operands, *statistics)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved, numbers = ctx.saved_tensors, ctx.seen.saved
+        count = len(numbers)
+        wanted = tuple([number for i, number in enumerate(numbers) if ctx.needs_input_grad[2 + i]])
+        found = ctx.seen.gradients(saved[:count], saved[count:], grads, wanted)
+        return (None, None, *[found.get(number) for number in numbers])
+
+
 class NormalizationBackward(torch.autograd.Function):
     """(flow, call, wanted, statistics, *grad_outputs, *operands) -> the wanted gradients."""
 

@@ -1,7 +1,7 @@
 """The backward launches of one call: gradients that lie full in memory are written by the kernel, those that are sums
 over rows leave one partial row for each program, which `column_sum` adds up."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from warpnorm.codegen.kernel import BoundKernel
-from warpnorm.launch.described import describe, slots
-from warpnorm.launch.forward import in_bits, mailbox, on_device
+from warpnorm.launch.described import described, numbered
+from warpnorm.launch.forward import in_bits, on_device
+from warpnorm.launch.shared import EMPTY, Shared, mailbox
 from warpnorm.plan import grid
 from warpnorm.plan.grid import Sum
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
@@ -19,11 +20,58 @@ from warpnorm.space import Space
 
 
 @dataclass(frozen=True)
-class BackwardLaunch:
+class _Launch:
+    """What all patterns have in common."""
+
     problem: BackwardProblem
     plan: Plan
     space: Space
     kernel: BoundKernel
+
+    def __call__(
+        self,
+        operands: Sequence[torch.Tensor | float],
+        grad_outputs: Sequence[torch.Tensor],
+        statistics: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+    ) -> None:
+        """Writes every gradient."""
+        device = gradients[0].device
+        read = tuple(map(in_bits, (*operands, *grad_outputs)))
+        partials = tuple([torch.empty(size, dtype=self.problem.compute, device=device) for size in self.partial_sizes])
+        with on_device(gradients[0]):
+            given = (tuple(statistics), gradients, partials, self.shared.take(device))
+            for kernel, programs, *arguments in self.steps(read, *given):
+                kernel.launch(programs, *arguments)
+
+    def described(self, operands: int) -> tuple[Any, ...] | None:
+        """The sizes of partial sums, and the launches as the compiled launcher takes them: of the operands and statistics,
+        which are saved, of one gradient that is given, and of the wanted ones."""
+        problem = self.problem
+        if len(problem.given) != 1:
+            return None
+        counts = (operands, len(problem.norm.statistics), 1, len(problem.wanted), len(self.partial_sizes))
+        read, statistics, grads, *others = numbered(0, *counts, self.shared.parts)
+        found = described(self.steps((*read, *grads), statistics, *others), self.shared)
+        return None if found is None else (self.partial_sizes, *found)
+
+    def steps(
+        self, read: Any, statistics: Any, gradients: Any, partials: Any, shared: Any
+    ) -> Iterator[tuple[Any, ...]]:
+        """Each a kernel, how many programs, and what it is handed over: tensors, or what stands for them."""
+        raise NotImplementedError
+
+    @cached_property
+    def partial_sizes(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @cached_property
+    def shared(self) -> Shared:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BackwardLaunch(_Launch):
     sums_kernel: BoundKernel | None  # long rows whose c needs a gradient
     column_sum: BoundKernel | None  # where a gradient is a sum over rows
     column_sum_plan: Plan
@@ -35,59 +83,46 @@ class BackwardLaunch:
         statistics: Sequence[torch.Tensor],
         gradients: Sequence[torch.Tensor],
     ) -> None:
-        """Writes every gradient."""
-        problem, space = self.problem, self.space
-        device = gradients[0].device
-        read = tuple(map(in_bits, (*operands, *grad_outputs)))
-        written = tuple(gradients[i] for i in problem.written)
-        statistics = tuple(statistics)
-        programs, sums = self.programs, self.sums
-        totals = tuple(gradients[i] for i in problem.reduced)
-        if space.rows == 0:  # a team would begin with a row that is not there
-            for total in totals:
-                total.zero_()
+        if self.space.rows > 0:
+            super().__call__(operands, grad_outputs, statistics, gradients)
             return
-        if self.are_few:
-            partials = totals  # there are none
-        else:
-            partials = tuple(torch.empty(s.numel, dtype=problem.compute, device=device) for s in sums)
-        before = (space.strides, space.sizes, space.rows)
-        with on_device(gradients[0]):
-            shared: tuple[Any, ...] = ()  # what the programs of one row need from each other
-            after: tuple[Any, ...] = ()
-            if self.plan.pattern == ROW:
-                shared, after = (totals if self.has_totals else (),), (programs[0],)
-                programs = (programs[0] + self.sum_programs, 1)
-            elif self.plan.pattern == TEAM:
-                shared = (mailbox(self.plan, device),)
-            elif self.plan.pattern == LONG_ROW:
-                shared = (tuple(torch.empty_like(statistic) for statistic in statistics),)
-                if self.sums_kernel is not None:
-                    self.sums_kernel.launch((space.rows, 1), read, *shared, statistics, *before, space.cols)
-            self.kernel.launch(
-                programs, read, written, partials, *shared, statistics, *before, space.groups, space.cols, *after
-            )
-            if self.column_sum is not None and not self.are_few:
-                launch_sums(self.column_sum, self.column_sum_plan, partials, totals, sums)
+        for i in self.problem.reduced:  # a team would begin with a row that is not there
+            gradients[i].zero_()
 
-    def described(self, operands: int) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
-        """The sizes of partial rows, and these launches as the compiled launcher takes them: of the operands and statistics,
-        which are saved, of one gradient that is given, and of the wanted ones."""
-        problem, space, plan = self.problem, self.space, self.plan
-        if plan.pattern != ROW or len(problem.given) != 1:
-            return None
-        counts = (operands, len(problem.norm.statistics), 1, len(problem.wanted), len(problem.reduced))
-        read, statistics, grads, gradients, partials = slots(*counts)
+    def steps(
+        self, read: Any, statistics: Any, gradients: Any, partials: Any, shared: Any
+    ) -> Iterator[tuple[Any, ...]]:
+        problem, space = self.problem, self.space
         written = tuple(gradients[i] for i in problem.written)
         totals = tuple(gradients[i] for i in problem.reduced)
-        before = (space.strides, space.sizes, space.rows, space.groups, space.cols, self.programs[0])
-        given = (written, totals if self.are_few else partials, totals if self.has_totals else ())
-        programs = (self.programs[0] + self.sum_programs, 1)
-        found = [describe(self.kernel, programs, (*read, *grads), *given, statistics, *before)]
+        programs, before = self.programs, (space.strides, space.sizes, space.rows)
+        after: tuple[Any, ...] = ()
+        if self.plan.pattern == ROW:
+            shared, after = (totals if self.has_totals else (),), (programs[0],)
+            programs = (programs[0] + self.sum_programs, 1)
+        elif self.plan.pattern == LONG_ROW:
+            shared = (shared,)
+            if self.sums_kernel is not None:
+                yield self.sums_kernel, (space.rows, 1), read, *shared, statistics, *before, space.cols
+        partials = totals if self.are_few else partials  # there are none
+        given = (read, written, partials, *shared, statistics, *before, space.groups, space.cols, *after)
+        yield self.kernel, programs, *given
         if self.column_sum is not None and not self.are_few:
-            found.append(describe(self.column_sum, *sum_arguments(self.column_sum_plan, partials, totals, self.sums)))
-        sizes = () if self.are_few else tuple(s.numel for s in self.sums)
-        return None if None in found else (sizes, tuple(found))
+            yield sum_step(self.column_sum, self.column_sum_plan, partials, totals, self.sums)
+
+    @cached_property
+    def partial_sizes(self) -> tuple[int, ...]:
+        return () if self.are_few else tuple(s.numel for s in self.sums)
+
+    @cached_property
+    def shared(self) -> Shared:
+        """What the programs of one row need from each other."""
+        if self.plan.pattern == TEAM:
+            return mailbox(self.plan, self.plan.programs, self.plan.splits)
+        if self.plan.pattern == LONG_ROW:
+            rows = -(-self.space.rows // 4) * 4  # each begins at a multiple of 16 bytes
+            return Shared((rows,) * len(self.problem.norm.statistics), self.problem.compute, EMPTY)
+        return Shared()
 
     @cached_property
     def has_totals(self) -> bool:
@@ -112,31 +147,50 @@ class BackwardLaunch:
         return [grid.gradient_sum(self.plan, self.space, self.problem, i) for i in self.problem.reduced]
 
 
-def launch_sums(
-    kernel: BoundKernel,
-    plan: Plan,
-    partials: Sequence[torch.Tensor],
-    totals: Sequence[torch.Tensor],
-    sums: Sequence[Sum],
-) -> None:
+@dataclass(frozen=True)
+class ChannelBackwardLaunch(_Launch):
+    """Of a norm by channel."""
+
+    column_sums: tuple[
+        tuple[BoundKernel, Plan, tuple[int, ...]], ...
+    ]  # for the gradients that are sums, by their number
+
+    def steps(
+        self, read: Any, statistics: Any, gradients: Any, partials: Any, shared: Any
+    ) -> Iterator[tuple[Any, ...]]:
+        written, merged = (tuple(gradients[i] for i in of) for of in (self.problem.written, self.merged))
+        yield from self.main_steps(read, written, merged, partials, statistics, shared)
+        by_number = dict(zip(self.sums, partials, strict=True))
+        for kernel, plan, which in self.column_sums:
+            totals = tuple(gradients[i] for i in which)
+            yield sum_step(kernel, plan, tuple(by_number[i] for i in which), totals, [self.sums[i] for i in which])
+
+    def main_steps(
+        self, read: Any, written: Any, merged: Any, partials: Any, statistics: Any, shared: Any
+    ) -> Iterator[tuple[Any, ...]]:
+        """But for the sums."""
+        raise NotImplementedError
+
+    @cached_property
+    def sums(self) -> dict[int, Sum]:
+        """Of the gradients that leave partial sums behind, by their number."""
+        left = grid.left(self.plan, self.problem)
+        return {i: grid.gradient_sum(self.plan, self.space, self.problem, i) for i in left}
+
+    @cached_property
+    def merged(self) -> tuple[int, ...]:
+        """The gradients that programs merge themselves."""
+        return tuple(i for i in self.problem.merged if i not in self.sums)
+
+    @cached_property
+    def partial_sizes(self) -> tuple[int, ...]:
+        return tuple(s.numel for s in self.sums.values())
+
+
+def sum_step(
+    kernel: BoundKernel, plan: Plan, partials: Sequence[Any], totals: Sequence[Any], sums: Sequence[Sum]
+) -> tuple[Any, ...]:
     """`column_sum` of several at once."""
-    kernel.launch(*sum_arguments(plan, partials, totals, sums))
-
-
-def launch_gradient_sums(
-    column_sums: Sequence[tuple[BoundKernel, Plan, tuple[int, ...]]],
-    partials: Mapping[int, torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-    sums: Mapping[int, Sum],
-) -> None:
-    """Of norms by channel: each kernel sums the gradients with these numbers."""
-    for kernel, plan, which in column_sums:
-        totals = tuple(gradients[i] for i in which)
-        launch_sums(kernel, plan, tuple(partials[i] for i in which), totals, [sums[i] for i in which])
-
-
-def sum_arguments(plan: Plan, partials: Sequence[Any], totals: Sequence[Any], sums: Sequence[Sum]) -> tuple[Any, ...]:
-    """The grid first."""
     blocks = -(-max(s.width for s in sums) // plan.block_cols)
     groups, heights, widths = zip(*sums, strict=True)
-    return (blocks * max(groups), len(sums)), tuple(partials), tuple(totals), groups, heights, widths, blocks
+    return kernel, (blocks * max(groups), len(sums)), tuple(partials), tuple(totals), groups, heights, widths, blocks

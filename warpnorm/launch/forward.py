@@ -1,6 +1,6 @@
-"""The forward launch of one call: everything that does not depend on the tensors' contents is settled beforehand."""
+"""The forward launches of one call: everything that does not depend on the tensors' contents is settled beforehand."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,8 +10,8 @@ import torch
 
 from warpnorm.codegen.expressions import FLOAT8
 from warpnorm.codegen.kernel import BoundKernel
-from warpnorm.kernels.messages import BOXES
-from warpnorm.launch.described import describe, slots
+from warpnorm.launch.described import Described, Slot, averaged, described, numbered
+from warpnorm.launch.shared import Shared, mailbox
 from warpnorm.plan import grid
 from warpnorm.plan.plan import ROW, TEAM, Plan
 from warpnorm.problem import ForwardProblem, Running
@@ -20,6 +20,8 @@ from warpnorm.space import Space
 
 @dataclass(frozen=True)
 class ForwardLaunch:
+    """Of a norm over rows, and what other patterns have in common with it."""
+
     problem: ForwardProblem
     plan: Plan
     space: Space
@@ -36,7 +38,7 @@ class ForwardLaunch:
         """Writes the outputs, and averages the statistics, one number a row each, into running ones; returns them, each in
         memory of its own if they are to lie apart."""
         lead = lead_of(operands)
-        statistics = empty_statistics(self.problem, self.space.rows, lead.device, is_apart)
+        statistics = empty_statistics(self.problem, self.units, lead.device, is_apart)
         with on_device(lead):
             self.into([in_bits(o) for o in operands], [in_bits(o) for o in outputs], statistics, running)
         return statistics
@@ -48,24 +50,44 @@ class ForwardLaunch:
         statistics: tuple[torch.Tensor, ...],
         running: Running | None = None,
     ) -> None:
-        """The launch alone, on the current device, of tensors that no dtype of 8 bits is among."""
-        averaged = self.without_running if running is None or not self.without_running else running.arguments
-        read, written = tuple(operands), tuple(outputs)
-        shared = (mailbox(self.plan, statistics[0].device),) if self.plan.pattern == TEAM else ()
-        self.kernel.launch(self.programs, read, written, *shared, statistics, *self.geometry, *averaged)
+        """The launches alone, on the current device, of tensors that no dtype of 8 bits is among."""
+        of_running = NOT_AVERAGED if running is None else running.arguments
+        shared = self.shared.take(lead_of(operands).device)
+        for kernel, programs, *arguments in self.steps(tuple(operands), tuple(outputs), statistics, shared, of_running):
+            kernel.launch(programs, *arguments)
 
-    def described(self, operands: int, outputs: int) -> tuple[Any, ...] | None:
-        """This launch, of as many tensors, as the compiled launcher takes it."""
-        if self.plan.pattern == TEAM:  # whose mailbox is that of a stream
-            return None
-        of_operands, of_outputs, of_statistics = slots(operands, outputs, len(self.problem.norm.statistics))
-        return describe(
-            self.kernel, self.programs, of_operands, of_outputs, of_statistics, *self.geometry, *self.without_running
-        )
+    def described(self, operands: Sequence[int], outputs: int, running: Sequence[int] = ()) -> Described | None:
+        """The launches of as many tensors, by the numbers that the compiled launcher knows them by, as it takes them."""
+        first = len(operands) + len(running)
+        of_outputs, statistics, shared = numbered(first, outputs, len(self.problem.norm.statistics), self.shared.parts)
+        of_running = averaged(tuple(map(Slot, running)), self.size) if running else NOT_AVERAGED
+        given = (tuple(map(Slot, operands)), of_outputs, statistics, shared, of_running)
+        return described(self.steps(*given), self.shared)
+
+    def steps(
+        self, operands: Any, outputs: Any, statistics: Any, shared: Any, of_running: tuple[Any, Any]
+    ) -> Iterator[tuple[Any, ...]]:
+        """Each a kernel, how many programs, and what it is handed over: tensors, or what stands for them."""
+        running = of_running if self.plan.pattern == ROW else ()
+        yield self.kernel, self.programs, operands, outputs, *shared, statistics, *self.geometry, *running
+
+    @cached_property
+    def units(self) -> int:
+        """How many statistics of each kind there are."""
+        return self.space.rows
+
+    @cached_property
+    def size(self) -> int:
+        """Values that share a statistic."""
+        return self.space.rows * self.space.cols // self.units
+
+    @cached_property
+    def shared(self) -> Shared:
+        return mailbox(self.plan, self.plan.programs, self.plan.splits) if self.plan.pattern == TEAM else Shared()
 
     def empty_statistics(self, device: torch.device, rows: int | None = None) -> tuple[torch.Tensor, ...]:
         """Of this call, or of more rows."""
-        return empty_statistics(self.problem, self.space.rows if rows is None else rows, device)
+        return empty_statistics(self.problem, self.units if rows is None else rows, device)
 
     @cached_property
     def programs(self) -> tuple[int, int]:
@@ -76,10 +98,8 @@ class ForwardLaunch:
         space = self.space
         return space.strides, space.sizes, space.rows, space.cols, self.eps
 
-    @cached_property
-    def without_running(self) -> tuple[Any, ...]:
-        """What a kernel that could average statistics is told where there are no running ones."""
-        return ((), ()) if self.plan.pattern == ROW else ()
+
+NOT_AVERAGED: tuple[Any, Any] = ((), ())  # what a kernel that could average statistics is told
 
 
 def empty_statistics(
@@ -92,51 +112,6 @@ def empty_statistics(
     stride = -(-rows // 4) * 4
     storage = torch.empty(len(names) * stride, dtype=problem.compute, device=device)
     return tuple(storage[i * stride : i * stride + rows] for i in range(len(names)))
-
-
-# Streams and teams of other sizes are few, or come one after another. A launch that still waits on its stream has what is
-# dropped: memory of a stream is given to later work of the same stream alone
-MOST_MAILBOXES = 256
-_mailboxes: dict[Any, torch.Tensor] = {}
-# Cleared words for the mailboxes of graphs: 1 MB at a time, 16 at the most. They are never given back, since graphs do not
-# say when they are gone
-STOCK, MOST_STOCKS = 1 << 17, 16
-_stock: list[torch.Tensor] = []
-_left: dict[torch.device, int] = {}
-
-
-def mailbox(plan: Plan, device: torch.device) -> torch.Tensor:
-    return team_mailbox(plan.programs, plan.splits, 1, device)
-
-
-def team_mailbox(teams: int, splits: int, length: int, device: torch.device) -> torch.Tensor:
-    """Where the programs of a team leave their sums for each other, in messages of `length` words: one for each stream,
-    whose launches come one after another, and for each kind of team, whose programs have then all sent equally many."""
-    words = teams * BOXES.value * splits * length
-    if torch.cuda.is_current_stream_capturing():  # the graph may be replayed beside anything
-        return _from_stock(words, device)
-    if _left.get(device, 0) < STOCK // 2 and len(_stock) < MOST_STOCKS:
-        _stock.append(torch.zeros(STOCK, dtype=torch.int64, device=device))
-        _left[device] = STOCK
-    stream = torch.cuda.current_stream(device).cuda_stream
-    key = (device, stream, splits, length, words)
-    box = _mailboxes.get(key)
-    if box is None:
-        if len(_mailboxes) >= MOST_MAILBOXES:
-            _mailboxes.clear()
-        box = _mailboxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
-    return box
-
-
-def _from_stock(words: int, device: torch.device) -> torch.Tensor:
-    """A mailbox for a launch in a graph, which nobody else ever has: one that was cleared beforehand, as long as there are,
-    so that the graph need not do so."""
-    left = _left.get(device, 0) - -(-words // 2) * 2  # each begins at a multiple of 16 bytes
-    if left < 0:
-        return torch.zeros(words, dtype=torch.int64, device=device)
-    _left[device] = left
-    stock = next(stock for stock in reversed(_stock) if stock.device == device)
-    return stock[left : left + words]
 
 
 def lead_of(operands: Sequence[torch.Tensor | float]) -> torch.Tensor:

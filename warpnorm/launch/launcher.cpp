@@ -9,7 +9,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -17,6 +19,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Exceptions.h>
@@ -47,7 +52,7 @@ Function driver(const char* name) {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr size_t MOST_WORDS = 128, MOST_OPERANDS = 16, MOST_ENTRIES = 16384;
+constexpr size_t MOST_WORDS = 128, MOST_OPERANDS = 16, MOST_ENTRIES = 16384, MOST_MAILBOXES = 256;
 constexpr int64_t VECTOR_BYTES = 16;
 
 /* Whatever decides about a call, in words. */
@@ -97,28 +102,36 @@ struct Hash {
   }
 };
 
-/* One launch: of a kernel, or of native code by the threads of a pool. Its pointers are those of the tensors at hand. */
+/* Not all programs of a launch can run at the same time. Nothing was computed, and Python knows another way. */
+struct Refused {};
+
+/* One launch: of a kernel, or of native code by the threads of a pool. Its pointers are those of the tensors at hand, and of
+   its numbers some follow from one that each call has of its own. */
 struct Launch {
+  enum { VALUE = -1, FLOAT = -2, DOUBLE = -3 };
   struct Param {
-    int64_t slot;  // of a tensor; or negative, and the value
+    int64_t slot;  // of a tensor; or one of the above: a value, or base + slope times the number of the call
     int64_t value;
+    double base, slope;
   };
   void* function = nullptr;
   std::vector<Param> params;
   unsigned grid[2] = {1, 1}, threads = 0, shared = 0;
-  bool is_chained = false;
+  bool is_chained = false, is_cooperative = false;
 
   int (*pool)(void*, void**, const int64_t*, const double*, int64_t) = nullptr;
   const int64_t* numbers = nullptr;
   const double* reals = nullptr;
   int64_t most_parts = 1;
+  double eps = 0.0, ratio = 0.0;  // where it averages by the number of the call, and corrects the variance so
 
-  void operator()(const std::vector<void*>& pointers, void* stream) const {
+  void operator()(const std::vector<void*>& pointers, void* stream, double number) const {
     if (pool != nullptr) {
       std::vector<void*> given;
       for (const auto& param : params) given.push_back(pointers[param.slot]);
       const auto parts = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), most_parts));
-      if (pool(function, given.data(), numbers, reals, parts) != 0)
+      const double averaging[] = {eps, 1.0 - number, number, number * ratio};
+      if (pool(function, given.data(), numbers, ratio == 0.0 ? reals : averaging, parts) != 0)
         C10_THROW_ERROR(OutOfMemoryError, "there is no memory for the elements of a row that native code has to keep");
       return;
     }
@@ -129,22 +142,36 @@ struct Launch {
     std::array<void*, 2 * MOST_WORDS> places;
     for (size_t i = 0; i < params.size(); i++) {
       const auto& param = params[i];
-      values[i] = param.slot < 0 ? param.value : reinterpret_cast<int64_t>(pointers[param.slot]);
+      const double real = param.base + param.slope * number;
+      const float single = static_cast<float>(real);
       places[i] = &values[i];
+      if (param.slot >= 0) values[i] = reinterpret_cast<int64_t>(pointers[param.slot]);
+      else if (param.slot == FLOAT) std::memcpy(&values[i], &single, sizeof(single));
+      else if (param.slot == DOUBLE) std::memcpy(&values[i], &real, sizeof(real));
+      else values[i] = param.value;
     }
-    CUlaunchAttribute attribute;
-    std::memset(&attribute, 0, sizeof(attribute));
-    attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-    attribute.value.programmaticStreamSerializationAllowed = 1;
+    CUlaunchAttribute attributes[2];
+    std::memset(attributes, 0, sizeof(attributes));
+    unsigned count = 0;
+    if (is_chained) {
+      attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+      attributes[count++].value.programmaticStreamSerializationAllowed = 1;
+    }
+    if (is_cooperative) {
+      attributes[count].id = CU_LAUNCH_ATTRIBUTE_COOPERATIVE;
+      attributes[count++].value.cooperative = 1;
+    }
     CUlaunchConfig config;
     std::memset(&config, 0, sizeof(config));
     config.gridDimX = grid[0], config.gridDimY = grid[1], config.gridDimZ = 1;
     config.blockDimX = threads, config.blockDimY = config.blockDimZ = 1;
     config.sharedMemBytes = shared;
     config.hStream = static_cast<CUstream>(stream);
-    config.attrs = &attribute;
-    config.numAttrs = is_chained ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = count;
     const auto status = launch(&config, static_cast<CUfunction>(function), places.data(), nullptr);
+    if (status == CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE || (is_cooperative && status == CUDA_ERROR_NOT_SUPPORTED))
+      throw Refused();
     TORCH_CHECK(status == CUDA_SUCCESS, "the launch of a kernel failed: CUDA error ", static_cast<int>(status));
 #else
     TORCH_CHECK(false, "built without CUDA");
@@ -152,23 +179,76 @@ struct Launch {
   }
 };
 
+at::Tensor empty(c10::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& beside) {
+  return at::empty(sizes, at::TensorOptions().dtype(dtype).device(beside.device()));
+}
+
+/* What the programs of a call tell each other by: parts of one allocation, or the mailbox of a stream, which holds what was
+   told before, so that programs know what is new. */
+struct Shared {
+  enum { EMPTY = 0, ZEROS = 1, MAILBOX = 2 };
+  std::vector<int64_t> sizes;  // of the parts; of a mailbox, its size, and what else tells apart who may have it
+  at::ScalarType dtype = at::kByte;
+  int64_t kind = EMPTY;
+
+  bool is_mailbox() const { return kind == MAILBOX && !sizes.empty(); }
+
+  /* Adds where the parts begin; whoever uses them keeps what is returned. */
+  at::Tensor operator()(std::vector<void*>& pointers, const at::Tensor& beside, void* stream) const {
+    if (sizes.empty()) return at::Tensor();
+    if (kind == MAILBOX) {
+      auto box = mailbox(beside, stream);
+      pointers.push_back(box.mutable_data_ptr());
+      return box;
+    }
+    int64_t total = 0;
+    for (const auto size : sizes) total += size;
+    const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
+    auto all = kind == ZEROS ? at::zeros({total}, options) : at::empty({total}, options);
+    auto* next = static_cast<char*>(all.mutable_data_ptr());
+    for (const auto size : sizes) {
+      pointers.push_back(next);
+      next += size * static_cast<int64_t>(c10::elementSize(dtype));
+    }
+    return all;
+  }
+
+  at::Tensor mailbox(const at::Tensor& beside, void* stream) const {
+    static std::mutex lock;
+    static auto* boxes = new std::map<std::vector<int64_t>, at::Tensor>();
+    auto key = sizes;
+    key.push_back(beside.get_device()), key.push_back(reinterpret_cast<int64_t>(stream));
+    const std::lock_guard<std::mutex> guard(lock);
+    const auto found = boxes->find(key);
+    if (found != boxes->end()) return found->second;
+    if (boxes->size() >= MOST_MAILBOXES) boxes->clear();
+    const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
+    return boxes->emplace(key, at::zeros({sizes[0]}, options)).first->second;
+  }
+};
+
 struct Backward {
-  std::vector<int64_t> wanted;                 // the operands whose gradients it writes
+  std::vector<int64_t> wanted;                 // of what is kept, that whose gradients it writes
   std::vector<int64_t> partials;               // the sizes of what the first launch leaves for the second
   std::vector<Launch> launches;
+  Shared shared;
 };
 
 struct Entry {
   struct Output {
-    std::vector<int64_t> sizes;
+    std::vector<int64_t> sizes, strides;       // no strides: they are dense
     at::ScalarType dtype;
   };
   std::vector<Output> outputs;
   bool is_tuple = false;                       // what is returned
-  std::vector<at::Tensor> scratch;             // where statistics go that nobody reads
+  bool has_formats = false;                    // gradients lie in memory as what they are of
+  bool is_refused = false;                     // by the device
+  std::vector<at::Tensor> scratch;             // where statistics go that nobody reads; or none, and they are new each time
   int64_t statistics = 0, rows = 0;
   at::ScalarType compute = at::kFloat;
-  Launch forward;
+  std::vector<Launch> forward;
+  Shared shared;
+  std::vector<int64_t> written;                // operands that are averaged into
   PyObject* repeat = nullptr;                  // Python's: what runs backward where that is not plain; or None
   PyObject* owner = nullptr;                   // of whatever the launch points to
   size_t operands = 0;
@@ -261,14 +341,28 @@ std::optional<void*> stream_of(const at::Tensor& input) {
   return stream;
 }
 
-at::Tensor empty(c10::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& beside) {
-  return at::empty(sizes, at::TensorOptions().dtype(dtype).device(beside.device()));
+/* Whether a stream records a graph, which may be replayed beside anything: it must have mailboxes of its own. */
+bool is_capturing(void* stream) {
+#ifdef HAS_CUDA
+  static const auto ask = driver<CUresult (*)(CUstream, CUstreamCaptureStatus*)>("cuStreamIsCapturing");
+  CUstreamCaptureStatus status;
+  return ask(static_cast<CUstream>(stream), &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE;
+#else
+  return false;
+#endif
 }
 
 struct Run {
   Entry* entry;
   void* stream;
+  double number;
 };
+
+std::vector<at::Tensor> fresh_statistics(const Entry& entry, const at::Tensor& beside) {
+  std::vector<at::Tensor> statistics;
+  for (int64_t i = 0; i < entry.statistics; i++) statistics.push_back(empty({entry.rows}, entry.compute, beside));
+  return statistics;
+}
 
 variable_list run_forward(const Run& run, at::TensorList operands, const std::vector<at::Tensor>& statistics) {
   const auto& entry = *run.entry;
@@ -276,12 +370,14 @@ variable_list run_forward(const Run& run, at::TensorList operands, const std::ve
   pointers.reserve(MOST_OPERANDS);
   for (const auto& t : operands) pointers.push_back(const_cast<void*>(t.const_data_ptr()));
   variable_list outputs;
-  for (const auto& output : entry.outputs) {
-    outputs.push_back(empty(output.sizes, output.dtype, operands[0]));
+  for (const auto& [sizes, strides, dtype] : entry.outputs) {
+    const auto options = at::TensorOptions().dtype(dtype).device(operands[0].device());
+    outputs.push_back(strides.empty() ? at::empty(sizes, options) : at::empty_strided(sizes, strides, options));
     pointers.push_back(outputs.back().mutable_data_ptr());
   }
   for (const auto& t : statistics) pointers.push_back(t.mutable_data_ptr());
-  entry.forward(pointers, run.stream);
+  const auto shared = entry.shared(pointers, operands[0], run.stream);
+  for (const auto& launch : entry.forward) launch(pointers, run.stream, run.number);
   return outputs;
 }
 
@@ -321,7 +417,7 @@ variable_list backward_by_python(
 }
 
 variable_list run_backward(
-    const Backward& backward, const variable_list& saved, const at::Tensor& grad, size_t count, at::ScalarType compute,
+    const Entry& entry, const Backward& backward, const variable_list& saved, const at::Tensor& grad, size_t count,
     void* stream) {
   std::vector<void*> pointers;
   pointers.reserve(2 * MOST_OPERANDS);
@@ -329,24 +425,24 @@ variable_list run_backward(
   pointers.push_back(const_cast<void*>(grad.const_data_ptr()));
   variable_list gradients(count);
   for (const auto i : backward.wanted) {
-    gradients[i] = empty(saved[i].sizes(), saved[i].scalar_type(), grad);
-    pointers.push_back(gradients[i].mutable_data_ptr());
+    auto& gradient = gradients[entry.saved[i]];
+    gradient = entry.has_formats ? at::empty_like(saved[i]) : empty(saved[i].sizes(), saved[i].scalar_type(), grad);
+    pointers.push_back(gradient.mutable_data_ptr());
   }
   variable_list partials;
   for (const auto size : backward.partials) {
-    partials.push_back(empty({size}, compute, grad));
+    partials.push_back(empty({size}, entry.compute, grad));
     pointers.push_back(partials.back().mutable_data_ptr());
   }
-  for (const auto& launch : backward.launches) launch(pointers, stream);
+  const auto shared = backward.shared(pointers, grad, stream);
+  for (const auto& launch : backward.launches) launch(pointers, stream, 0.0);
   return gradients;
 }
 
 struct Normalization : torch::autograd::Function<Normalization> {
   static variable_list forward(AutogradContext* context, const Run& run, at::TensorList operands) {
     const auto& entry = *run.entry;
-    std::vector<at::Tensor> statistics;
-    for (int64_t i = 0; i < entry.statistics; i++)
-      statistics.push_back(empty({entry.rows}, entry.compute, operands[0]));
+    const auto statistics = fresh_statistics(entry, operands[0]);
     auto outputs = run_forward(run, operands, statistics);
     variable_list saved;
     for (const auto i : entry.saved) saved.push_back(i < 0 ? outputs[-1 - i] : operands[i]);
@@ -380,7 +476,7 @@ struct Normalization : torch::autograd::Function<Normalization> {
     Key key;
     const Backward* backward = nullptr;
     std::optional<void*> stream;
-    if (entry.is_alone && !c10::GradMode::is_enabled() && is_plain()) {
+    if (entry.is_alone && !entry.is_refused && !c10::GradMode::is_enabled() && is_plain()) {
       int64_t mask = 0;
       for (const auto i : wanted) mask |= int64_t{1} << i;
       key.add(mask);
@@ -391,18 +487,24 @@ struct Normalization : torch::autograd::Function<Normalization> {
       if (place != entry.backward.end()) {
         const auto* found = &place->second;
         stream = stream_of(saved[0]);
-        if (stream.has_value()) backward = found;
+        if (stream.has_value() && !(found->shared.is_mailbox() && is_capturing(*stream))) backward = found;
       }
     }
-    if (backward == nullptr) return backward_by_python(entry, saved, count, grads, wanted, key);
-    pybind11::gil_scoped_release no_gil;
-    return run_backward(*backward, saved, grads[0], count, entry.compute, *stream);
+    if (backward != nullptr) {
+      try {
+        pybind11::gil_scoped_release no_gil;
+        return run_backward(entry, *backward, saved, grads[0], count, *stream);
+      } catch (const Refused&) {
+        entry.is_refused = true;
+      }
+    }
+    return backward_by_python(entry, saved, count, grads, wanted, key);
   }
 };
 
-/* (kind, eps, shape, *operands) in words, and the operands. `kind` is whatever object stands for the rest. False if anything
-   is not plain. */
-bool read(PyObject* const* args, Py_ssize_t count, Key& key, variable_list& operands) {
+/* (kind, eps, shape, *operands) in words, and the operands. `kind` is whatever object stands for the rest. Instead of a shape
+   there may be a number, which may be another each time. False if anything is not plain. */
+bool read(PyObject* const* args, Py_ssize_t count, Key& key, variable_list& operands, double& number) {
   PyObject *eps = args[1], *shape = args[2];
   if (count > static_cast<Py_ssize_t>(MOST_OPERANDS)) return false;
   key.add(reinterpret_cast<int64_t>(args[0]));
@@ -429,6 +531,9 @@ bool read(PyObject* const* args, Py_ssize_t count, Key& key, variable_list& oper
   } else if (PyLong_CheckExact(shape)) {
     key.add(1);
     key.add(PyLong_AsLongLong(shape));
+  } else if (PyFloat_CheckExact(shape)) {
+    key.add(-1);
+    number = PyFloat_AS_DOUBLE(shape);
   } else {
     return false;
   }
@@ -449,17 +554,31 @@ bool read(PyObject* const* args, Py_ssize_t count, Key& key, variable_list& oper
   return !operands.empty() && !key.is_full;
 }
 
+/* Whether operands may be written while the others are read: they share no memory with these, and who has saved them learns
+   of it. */
+bool can_be_written(const std::vector<int64_t>& written, const variable_list& operands) {
+  for (const auto i : written) {
+    const auto& t = operands[i];
+    if (t.is_inference() && !c10::InferenceMode::is_enabled()) return false;
+    for (size_t k = 0; k < operands.size(); k++)
+      if (static_cast<int64_t>(k) != i && operands[k].storage().data() == t.storage().data()) return false;
+  }
+  return true;
+}
+
 PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Key key;
   variable_list operands;
-  if (count < 4 || !is_plain() || !read(args, count, key, operands)) Py_RETURN_NONE;
+  double number = 0.0;
+  if (count < 4 || !is_plain() || !read(args, count, key, operands, number)) Py_RETURN_NONE;
   const auto found = entries().find(key);
   if (found == entries().end()) Py_RETURN_NONE;
-  Run run{found->second.get(), nullptr};
-  if (run.entry->operands != operands.size()) Py_RETURN_NONE;
+  Run run{found->second.get(), nullptr, number};
+  if (run.entry->operands != operands.size() || run.entry->is_refused) Py_RETURN_NONE;
+  if (!can_be_written(run.entry->written, operands)) Py_RETURN_NONE;
   const auto stream = stream_of(operands[0]);
-  if (!stream.has_value()) Py_RETURN_NONE;
+  if (!stream.has_value() || (run.entry->shared.is_mailbox() && is_capturing(*stream))) Py_RETURN_NONE;
   run.stream = *stream;
   int64_t needed = 0;
   if (records_gradients())
@@ -467,32 +586,40 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const bool needs_grad = needed != 0;
   if (needs_grad && (run.entry->repeat == Py_None || (needed & ~run.entry->differentiable) != 0)) Py_RETURN_NONE;
   variable_list outputs;
-  {
+  try {
     pybind11::gil_scoped_release no_gil;
     outputs = needs_grad ? Normalization::apply(run, at::TensorList(operands))
-                         : run_forward(run, operands, run.entry->scratch);
+                         : run_forward(run, operands, run.entry->scratch.empty() ? fresh_statistics(*run.entry, operands[0])
+                                                                                 : run.entry->scratch);
+  } catch (const Refused&) {
+    run.entry->is_refused = true;
+    Py_RETURN_NONE;
   }
+  for (const auto i : run.entry->written) operands[i].unsafeGetTensorImpl()->bump_version();
   return run.entry->is_tuple ? wrapped(outputs).release() : THPVariable_Wrap(outputs[0]);
   END_HANDLE_TH_ERRORS
 }
 
-/* Of (function, grid, grid, threads, shared, is_chained, params), or (function, pool, numbers, reals, parts, params). */
+/* Of (function, grid, grid, threads, shared, is_chained, is_cooperative, params), or (function, pool, numbers, reals, parts,
+   ratio, params). */
 bool read_launch(PyObject* given, Launch& launch) {
   unsigned long long function, pool, numbers, reals;
   PyObject* params;
-  if (PyTuple_Size(given) == 7) {
-    int is_chained;
-    if (!PyArg_ParseTuple(given, "KIIIIpO!", &function, &launch.grid[0], &launch.grid[1], &launch.threads, &launch.shared,
-                          &is_chained, &PyTuple_Type, &params))
+  if (PyTuple_Size(given) == 8) {
+    int is_chained, is_cooperative;
+    if (!PyArg_ParseTuple(given, "KIIIIppO!", &function, &launch.grid[0], &launch.grid[1], &launch.threads, &launch.shared,
+                          &is_chained, &is_cooperative, &PyTuple_Type, &params))
       return false;
-    launch.is_chained = is_chained != 0;
+    launch.is_chained = is_chained != 0, launch.is_cooperative = is_cooperative != 0;
   } else {
     long long parts;
-    if (!PyArg_ParseTuple(given, "KKKKLO!", &function, &pool, &numbers, &reals, &parts, &PyTuple_Type, &params))
+    if (!PyArg_ParseTuple(given, "KKKKLdO!", &function, &pool, &numbers, &reals, &parts, &launch.ratio, &PyTuple_Type,
+                          &params))
       return false;
     launch.pool = reinterpret_cast<decltype(launch.pool)>(pool);
     launch.numbers = reinterpret_cast<const int64_t*>(numbers);
     launch.reals = reinterpret_cast<const double*>(reals);
+    launch.eps = launch.ratio == 0.0 ? 0.0 : launch.reals[0];
     launch.most_parts = parts;
   }
   launch.function = reinterpret_cast<void*>(function);
@@ -501,9 +628,18 @@ bool read_launch(PyObject* given, Launch& launch) {
     return false;
   }
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(params); i++) {
-    long long slot, value;
-    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(params, i), "LL", &slot, &value)) return false;
-    launch.params.push_back({slot, value});
+    long long slot, value = 0;
+    double base = 0.0, slope = 0.0;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(params, i), "L|Ldd", &slot, &value, &base, &slope)) return false;
+    launch.params.push_back({slot, value, base, slope});
+  }
+  return true;
+}
+
+bool read_launches(PyObject* given, std::vector<Launch>& launches) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(given); i++) {
+    launches.emplace_back();
+    if (!read_launch(PyTuple_GET_ITEM(given, i), launches.back())) return false;
   }
   return true;
 }
@@ -516,39 +652,51 @@ bool read_numbers(PyObject* given, std::vector<int64_t>& numbers) {
   return !PyErr_Occurred();
 }
 
-/* ((kind, eps, shape, *operands), tensors like the outputs, whether a tuple of them is returned, scratch, rows, launch, what
-   is kept for backward, bits of the operands that it is for, repeat, who owns what the launch points to, whether it is of a
-   norm alone): whether the call is found from now on. */
+/* (sizes, words' bytes, kind) */
+bool read_shared(PyObject* given, Shared& shared) {
+  PyObject* sizes;
+  long long itemsize, kind;
+  if (!PyArg_ParseTuple(given, "O!LL", &PyTuple_Type, &sizes, &itemsize, &kind)) return false;
+  shared.dtype = itemsize == 8 ? at::kLong : at::kInt, shared.kind = kind;
+  return read_numbers(sizes, shared.sizes);
+}
+
+/* ((kind, eps, shape, *operands), tensors like the outputs, whether a tuple of them is returned, scratch, how many
+   statistics there are, of how many rows, whether they are doubles, launches, what these share, operands that they write, what is kept for backward, bits of the operands that it is for, whether gradients
+   lie as these do, repeat, who owns what the launches point to, whether it is of a norm alone): whether the call is found
+   from now on. */
 PyObject* remember(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  PyObject *given, *outputs, *scratch, *launch, *saved, *repeat, *owner;
-  long long rows, differentiable;
-  int is_tuple, is_alone;
-  if (!PyArg_ParseTuple(args, "O!O!pO!LO!O!LOOp", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple, &PyTuple_Type,
-                        &scratch, &rows, &PyTuple_Type, &launch, &PyTuple_Type, &saved, &differentiable, &repeat,
-                        &owner, &is_alone))
+  PyObject *given, *outputs, *scratch, *launches, *shared, *written, *saved, *repeat, *owner;
+  long long statistics, rows, differentiable;
+  int is_tuple, is_double, has_formats, is_alone;
+  if (!PyArg_ParseTuple(args, "O!O!pO!LLpO!O!O!O!LpOOp", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple,
+                        &PyTuple_Type, &scratch, &statistics, &rows, &is_double, &PyTuple_Type, &launches, &PyTuple_Type, &shared, &PyTuple_Type,
+                        &written, &PyTuple_Type, &saved, &differentiable, &has_formats, &repeat, &owner, &is_alone))
     return nullptr;
   Key key;
   variable_list operands;
+  double number = 0.0;
   auto entry = std::make_unique<Entry>();
   if (entries().size() >= MOST_ENTRIES || PyTuple_GET_SIZE(given) < 4 || !is_plain() ||
-      !read(PySequence_Fast_ITEMS(given), PyTuple_GET_SIZE(given), key, operands))
+      !read(PySequence_Fast_ITEMS(given), PyTuple_GET_SIZE(given), key, operands, number))
     Py_RETURN_FALSE;
   if (entries().count(key) > 0) Py_RETURN_TRUE;
-  if (!read_launch(launch, entry->forward)) return nullptr;
+  if (!read_launches(launches, entry->forward) || !read_shared(shared, entry->shared)) return nullptr;
+  if (!read_numbers(written, entry->written)) return nullptr;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(outputs); i++) {
     const auto& like = THPVariable_Unpack(PyTuple_GET_ITEM(outputs, i));
-    entry->outputs.push_back({like.sizes().vec(), like.scalar_type()});
+    const auto strides = like.is_contiguous() ? std::vector<int64_t>() : like.strides().vec();
+    entry->outputs.push_back({like.sizes().vec(), strides, like.scalar_type()});
   }
-  entry->is_tuple = is_tuple != 0;
+  entry->is_tuple = is_tuple != 0, entry->has_formats = has_formats != 0;
   if (!read_numbers(saved, entry->saved)) return nullptr;
   entry->differentiable = differentiable;
   entry->is_alone = is_alone != 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(scratch); i++)
     entry->scratch.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(scratch, i)));
-  entry->statistics = static_cast<int64_t>(entry->scratch.size());
-  entry->rows = rows;
-  if (!entry->scratch.empty()) entry->compute = entry->scratch[0].scalar_type();
+  entry->statistics = statistics, entry->rows = rows;
+  entry->compute = is_double ? at::kDouble : at::kFloat;
   entry->repeat = Py_NewRef(repeat), entry->owner = Py_NewRef(owner);
   entry->operands = operands.size();
   Py_INCREF(PyTuple_GET_ITEM(given, 0)), Py_XINCREF(settings_now());  // whose addresses are in the key
@@ -557,14 +705,15 @@ PyObject* remember(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-/* (handle, wanted, partials, launches): a backward of a call that is remembered; `handle` is what Python was given. */
+/* (handle, wanted, partials, launches, what these share): a backward of a call that is remembered; `handle` is what Python
+   was given. */
 PyObject* remember_backward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   unsigned long long address;
   Py_buffer words;
-  PyObject *wanted, *partials, *launches;
-  if (!PyArg_ParseTuple(args, "(Ky*)O!O!O!", &address, &words, &PyTuple_Type, &wanted, &PyTuple_Type, &partials,
-                        &PyTuple_Type, &launches))
+  PyObject *wanted, *partials, *launches, *shared;
+  if (!PyArg_ParseTuple(args, "(Ky*)O!O!O!O!", &address, &words, &PyTuple_Type, &wanted, &PyTuple_Type, &partials,
+                        &PyTuple_Type, &launches, &PyTuple_Type, &shared))
     return nullptr;
   auto& entry = *reinterpret_cast<Entry*>(address);
   Key key;
@@ -574,10 +723,7 @@ PyObject* remember_backward(PyObject*, PyObject* args) {
   if (key.size == 0 || entry.backward.size() >= MOST_ENTRIES) Py_RETURN_FALSE;
   Backward backward;
   if (!read_numbers(wanted, backward.wanted) || !read_numbers(partials, backward.partials)) return nullptr;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(launches); i++) {
-    backward.launches.emplace_back();
-    if (!read_launch(PyTuple_GET_ITEM(launches, i), backward.launches.back())) return nullptr;
-  }
+  if (!read_launches(launches, backward.launches) || !read_shared(shared, backward.shared)) return nullptr;
   entry.backward.emplace(key, std::move(backward));
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS

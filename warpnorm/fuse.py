@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from warpnorm import compiled, functional, pipeline, reference, repeat
+from warpnorm import compiled, functional, pipeline, reference, repeat, repeat_fused
 from warpnorm.errors import InputError, InputTypeError
 from warpnorm.launch.call_text import NORMS
 from warpnorm.library import is_sharded
@@ -112,8 +112,12 @@ class Fused:
             return self.__wrapped__(*given, **kwargs)
         prepared = self.prepare(request)
         if prepared.order is not None and repeat.quick is not None:
-            found = repeat.quick(prepared.captured, None, (), *[request.tensors[i] for i in prepared.order])
+            tensors = [request.tensors[i] for i in prepared.order]
+            found = repeat.quick(prepared.captured, None, prepared.number, *tensors)
             if found is not None:
+                for effect in prepared.captured.effects:
+                    if isinstance(effect, fusion.Count):
+                        apply_effect(effect, prepared.captured.call, (), request.tensors)
                 return found
         is_large = is_large_call(prepared.captured.call, request.tensors)
         route = pipeline.route(leader(request.tensors), *request.tensors, is_large=is_large)
@@ -135,10 +139,11 @@ class Fused:
             if running is None or not isinstance(effect, fusion.Average):
                 apply_effect(effect, call, outputs, request.tensors)
         if prepared.order is not None:
-            plain = [request.tensors[i] for i in prepared.order]
-            if all(a is b for a, b in zip(operands, plain, strict=True)):
-                of_call, is_tuple = outputs[: len(call.outputs)], prepared.captured.tree != LEAF
-                repeat.offer_fused(prepared.captured, call, plain, of_call, is_tuple, prepared.differentiable)
+            plain = [request.tensors[i] for i in prepared.order[: len(operands)]]
+            of_call, is_tuple = outputs[: len(call.outputs)], prepared.captured.tree != LEAF
+            repeat_fused.offer(
+                prepared.captured, call, operands, plain, of_call, is_tuple, prepared.differentiable, running
+            )
         leaves = [_leaf(leaf, outputs, request.tensors) for leaf in prepared.leaves]
         return pytree.tree_unflatten(leaves, prepared.captured.tree)
 
@@ -223,6 +228,7 @@ class Fused:
                 leaves,
                 _order(captured),
                 _differentiable(captured),
+                next((e.momentum for e in captured.effects if isinstance(e, fusion.Average)), ()),
             )
             if len(self._prepared) >= LARGEST_CACHE:
                 self._prepared.clear()
@@ -361,24 +367,30 @@ def _differentiable(captured: fusion.Captured) -> tuple[int, ...]:
     found = []
     for k, axes in enumerate(call.axes):
         if isinstance(axes, tuple) and k not in captured.unreached:
-            rows, cols = axes[: len(axes) - call.col_dims], axes[len(axes) - call.col_dims :]
-            if len(set(rows)) <= 1 and len(set(cols)) <= 1:
+            is_by_channel = call.norm.is_by_channel
+            row_dims = 2 if is_by_channel else len(axes) - call.col_dims
+            rows, cols = axes[:row_dims], axes[row_dims:]
+            is_whole = not any(cols) or all(rows) if is_by_channel else len(set(rows)) <= 1
+            if is_whole and len(set(cols)) <= 1:
                 found.append(k)
     return tuple(found)
 
 
 def _order(captured: fusion.Captured) -> tuple[int, ...] | None:
-    """The numbers of the tensors that are the operands as they are, where the outputs are all that is returned, alone or in
-    a tuple, the norm is over rows, and nothing is drawn or averaged."""
+    """The numbers of the tensors that are the operands, but for views, and then of the running statistics that a batch norm
+    averages into, where the outputs are all that is returned, alone or in a tuple, and nothing is drawn."""
     count = len(captured.call.outputs)
     is_plain = captured.tree in (LEAF, pytree.tree_structure(tuple(range(count))))
     numbers = [leaf.number if isinstance(leaf, fusion.Output) else None for leaf in captured.leaves]
     if not is_plain or numbers != list(range(count)):
         return None
-    is_more = captured.draws or captured.effects or captured.ranks or any(i.moves for i in captured.inputs)
-    if is_more or captured.call.norm.is_by_channel:
+    averages = [effect for effect in captured.effects if isinstance(effect, fusion.Average)]
+    running = [input for effect in averages for input in (effect.mean, effect.variance)]
+    is_more = captured.draws or captured.ranks or len(averages) > 1 or (averages and captured.call.groups)
+    is_moved = any(i.moves for i in (*running, *(() if captured.call.norm.is_by_channel else captured.inputs)))
+    if is_more or is_moved or any(type(effect.momentum) is not float for effect in averages):
         return None
-    return tuple(i.index for i in captured.inputs)
+    return tuple(i.index for i in (*captured.inputs, *running))
 
 
 def _key(arg: Any, tensors: list[torch.Tensor]) -> Any:

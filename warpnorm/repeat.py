@@ -4,7 +4,6 @@ what may change between two calls, settings, modes and gradients, is asked each 
 a fraction of the time once it is there; it is told here of the calls that it may take over."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -27,7 +26,6 @@ LARGEST_SCRATCH = 1 << 20
 _seen: dict[Any, "Repeat"] = {}
 _scratch: dict[Any, tuple[torch.Tensor, ...]] = {}
 _count = 0  # of calls that the compiled launcher might have had
-_offered: dict[Any, Any] = {}  # of fused functions: what stands for them
 
 # The look-up of the compiled launcher, once it is there: (norm, eps, shape, *operands) -> the output of a call that was seen
 # before, or None
@@ -75,62 +73,6 @@ def _offer(found: "Repeat", key: tuple[Any, ...]) -> None:
     if how is not None:
         saved, mask = tuple(range(found.count)), (1 << found.count) - 1
         module.remember(key, *how, (), saved, mask, False, found, found.launch, True)
-
-
-def offer_fused(
-    kind: Any,
-    call: Call,
-    operands: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    is_tuple: bool,
-    differentiable: Sequence[int],
-) -> None:
-    """A call of a fused function: `kind` stands for all but the tensors' layouts. It returns the outputs, in a tuple or the
-    only one; gradients of other operands than the `differentiable` ones need more than is known here."""
-    input = operands[0]
-    module = launcher_for(input)
-    if module is None:
-        return
-    key = (id(kind), settings.current(), tuple(map(View.of, operands)))
-    if key in _offered:
-        return
-    if len(_offered) >= LARGEST_CACHE:
-        _offered.clear()
-    _offered[key] = kind
-    launch: Any = pipeline.prepare_forward(call, (*key[2], *map(View.of, outputs)), input.device, None)
-    how = described(launch, input, outputs, range(len(operands)), is_tuple)
-    if how is None:
-        return
-    repeat = None
-    if differentiable and not call.detached and all(output.is_floating_point() for output in outputs):
-        repeat = FusedRepeat.of(call, operands)
-    saved, mask = repeat.saved if repeat else (), sum(1 << i for i in differentiable)
-    module.remember((kind, None, (), *operands), *how, (), saved, mask, False, repeat, launch, False)
-
-
-@dataclass(frozen=True)
-class FusedRepeat:
-    """The backward of a fused call that was seen before. `call` is that of the tensors that are kept: `saved` are numbers of
-    operands, and from -1 down those of outputs; `kept` says of each whose gradient its own is, among `count` operands."""
-
-    call: Call
-    saved: tuple[int, ...]
-    kept: tuple[tuple[int, ...], ...] | None
-    count: int
-
-    def gradients(
-        self, operands: Sequence[Any], statistics: Sequence[torch.Tensor], grads: Sequence[Any], wanted: tuple[int, ...],
-        handle: Any,
-    ) -> dict[int, Any]:  # fmt: skip
-        return gradients_of(pipeline, self.call, operands, grads, statistics, wanted, self.kept)
-
-    @staticmethod
-    def of(call: Call, operands: Sequence[torch.Tensor]) -> "FusedRepeat":
-        short = pipeline.shortcut(call, operands)
-        if short is None:
-            return FusedRepeat(call, tuple(range(len(operands))), None, len(operands))
-        kept = (short.summed, *((i,) for i in short.others))
-        return FusedRepeat(short.call, (-1 - short.output, *short.others), kept, len(operands))
 
 
 def described(
@@ -197,7 +139,7 @@ def _set_up(module: Any) -> None:
 
 
 def _backward(
-    found: "Repeat | FusedRepeat",
+    found: Any,
     operands: tuple[torch.Tensor, ...],
     statistics: tuple[torch.Tensor, ...],
     grads: tuple[torch.Tensor | None, ...],
@@ -325,47 +267,12 @@ def spread(parameter: torch.Tensor) -> torch.Tensor:
     return parameter.contiguous() if 0 in parameter.stride() else parameter
 
 
-class Repeat:
-    """A call with its forward launch, and the backward ones that were needed so far. Runs both directions for autograd."""
+class Backwards:
+    """The backward launches of a call that were needed so far."""
 
-    running_dtypes: tuple[torch.dtype, ...] = ()  # of what is averaged into
-
-    def __init__(self, call: Call, operands: Sequence[torch.Tensor]) -> None:
-        input = operands[0]
-        self.call = call
-        self.dtype = call.outputs[0]
-        self.is_native = False  # there is no result yet
-        views = tuple(map(View.of, (*operands, self._empty(input, self.dtype))))
-        launch: Any = pipeline.prepare_forward(call, views, input.device, None, self.running_dtypes)
-        self.launch = launch
-        self.can_run = hasattr(launch, "into")  # what the compiler did not build is nothing to repeat
-        if not self.can_run:
-            return
-        self.is_native = pipeline.is_native(input.device)
-        self.place = _place(launch, input.device)
-        self.count = len(operands)
+    def __init__(self, call: Call, is_native: bool) -> None:
+        self.call, self.is_native = call, is_native
         self._backward: dict[Any, Any] = {}
-        self.offered: Settings | None = None  # to the compiled launcher, under these
-
-    def __call__(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The output alone, where no gradient is needed."""
-        output = self._empty(operands[0], self.dtype)
-        self.launch.into(operands, (output,), _scratch_at(self.place, self.launch, output))
-        return output
-
-    def _empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        result = _empty(like, dtype)
-        if self.is_native:
-            pipeline.reuse_memory((result,))
-        return result
-
-    def forward(
-        self, call: Call, operands: Sequence[Any], *, running: Running | None = None
-    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        output = self._empty(operands[0], self.dtype)
-        statistics = self.launch.empty_statistics(output.device)
-        self.launch.into(operands, (output,), statistics)
-        return (output,), statistics
 
     def gradients(
         self, operands: Sequence[Any], statistics: Sequence[torch.Tensor], grads: Sequence[Any], wanted: tuple[int, ...],
@@ -396,6 +303,7 @@ class Repeat:
             launch = pipeline.prepare_backward(call, (*views, view), grad.device, (0,), wanted, None)
             problem = launch.problem
             is_plain = all(operands[i].dtype == g.dtype for i, g in zip(problem.wanted, problem.gradients, strict=True))
+            is_plain = is_plain and not pipeline.without_twins(call, (*views, view), (0,), wanted)[1]
             if not is_plain or len(self._backward) >= LARGEST_CACHE:
                 return pipeline.backward(call, operands, grad_outputs, statistics, wanted)
             self._backward[key] = launch
@@ -413,6 +321,47 @@ class Repeat:
             if described is not None:
                 launcher.module.remember_backward(handle, which, *described)
         return dict(zip(which, gradients, strict=True))
+
+    def _empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        result = torch.empty_like(like, dtype=dtype) if self.call.norm.is_by_channel else _empty(like, dtype)
+        if self.is_native:
+            pipeline.reuse_memory((result,))
+        return result
+
+
+class Repeat(Backwards):
+    """A call with its forward launch too. Runs both directions for autograd."""
+
+    running_dtypes: tuple[torch.dtype, ...] = ()  # of what is averaged into
+
+    def __init__(self, call: Call, operands: Sequence[torch.Tensor]) -> None:
+        input = operands[0]
+        super().__init__(call, is_native=False)  # there is no result yet
+        self.dtype = call.outputs[0]
+        views = tuple(map(View.of, (*operands, self._empty(input, self.dtype))))
+        launch: Any = pipeline.prepare_forward(call, views, input.device, None, self.running_dtypes)
+        self.launch = launch
+        self.can_run = hasattr(launch, "into")  # what the compiler did not build is nothing to repeat
+        if not self.can_run:
+            return
+        self.is_native = pipeline.is_native(input.device)
+        self.place = _place(launch, input.device)
+        self.count = len(operands)
+        self.offered: Settings | None = None  # to the compiled launcher, under these
+
+    def __call__(self, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The output alone, where no gradient is needed."""
+        output = self._empty(operands[0], self.dtype)
+        self.launch.into(operands, (output,), _scratch_at(self.place, self.launch, output))
+        return output
+
+    def forward(
+        self, call: Call, operands: Sequence[Any], *, running: Running | None = None
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        output = self._empty(operands[0], self.dtype)
+        statistics = self.launch.empty_statistics(output.device)
+        self.launch.into(operands, (output,), statistics)
+        return (output,), statistics
 
 
 def _empty(like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -138,9 +138,3 @@ class ChannelRepeat(repeat.Repeat):
 
     def _shaped(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [operands[0], *[vector.view(self.vector) for vector in operands[1:]]]
-
-    def _empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        result = torch.empty_like(like, dtype=dtype)
-        if self.is_native:
-            pipeline.reuse_memory((result,))
-        return result

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import warpnorm
 from kernel_contracts.repeat_channels_contract import *  # noqa: F403
-from kernel_contracts.repeat_channels_contract import buffers, images
+from kernel_contracts.repeat_channels_contract import buffers, fused_norms, images
 from warpnorm import pipeline, repeat, repeat_channels, settings
 
 # Of every pattern some: held by one program and by many, in tiles by turns and not, whole rows, across lines
@@ -174,3 +174,26 @@ def test_half_precision_under_autocast(device: str, ways: list[str], by_launcher
     for _ in range(4):
         assert warpnorm.group_norm(x.half(), 3, w.half(), b.half()).dtype == torch.float16
     assert repeat.quick is None or ways[-1] == "compiled"
+
+
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+@pytest.mark.parametrize("name", ["relu", "silu"])
+def test_fused_without_python(name: str, layout: str, device: str, quick_only: list[str], by_launcher: str) -> None:
+    """Forward and backward, in the memory format of the input, and the bits of the first call."""
+    if by_launcher == "python":
+        pytest.skip("it is Python")
+    fused = warpnorm.fuse(fused_norms()[name])
+    x, w, b = operands((32, 48, 28, 28), torch.float16, layout, device)
+    if name == "silu":
+        w, b = w.half(), b.half()
+    given = [o.requires_grad_() for o in (x, torch.randn_like(x), w, b)]
+    grad = torch.randn_like(x)
+    found = []
+    for _ in range(5):
+        averaged = [torch.full((48,), value, device=device) for value in (0.5, 2.0)]
+        output = fused(*given, *averaged)
+        found.append((output, *averaged, *torch.autograd.grad(output, given, grad)))
+    assert quick_only == ["compiled"] * 4
+    for results in found[1:]:
+        assert results[0].stride() == found[0][0].stride()
+        assert all(a.equal(c) for a, c in zip(results, found[0], strict=True))

@@ -47,6 +47,12 @@ def ways(monkeypatch: pytest.MonkeyPatch, by_launcher: str) -> list[str]:
     return taken
 
 
+@pytest.fixture
+def quick_only(ways: list[str]) -> list[str]:
+    """Of fused functions, which have no other way that is noted."""
+    return ways
+
+
 def expected_ways(by_launcher: str, calls: int) -> list[str]:
     return ["long", "python", *["compiled" if by_launcher == "compiled" else "python"] * (calls - 2)]
 
@@ -245,3 +251,53 @@ def test_many_gradients_at_once(device: str) -> None:
     for _ in range(4):
         for a, b in zip(find(warpnorm), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def fused_norms() -> dict[str, Callable[..., Any]]:
+    """Functions of an input, a second one, a weight, a bias and running statistics."""
+    return {
+        "relu": lambda x, r, w, b, mean, var: F.relu(F.batch_norm(x, mean, var, w, b, True, 0.2) + r),
+        "untracked": lambda x, r, w, b, mean, var: F.batch_norm(x * 2, None, None, w, b, True).sigmoid() * r,
+        "silu": lambda x, r, w, b, mean, var: F.silu(F.group_norm(x, 3, w, b)) + r,
+    }
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("name", fused_norms())
+def test_fused_again_is_as_the_first(
+    name: str, needs_grad: bool, device: str, quick_only: list[str], by_launcher: str
+) -> None:
+    plain = fused_norms()[name]
+    fused = warpnorm.fuse(plain)
+    for seed in range(4):
+        x, w, b = images(device, seed)
+        given = [o.requires_grad_(needs_grad) for o in (x, torch.randn_like(x), w, b)]
+        ours, theirs = buffers(device), buffers(device)
+        output, expected = fused(*given, *ours), plain(*given, *theirs)
+        torch.testing.assert_close(output, expected)
+        for a, c in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, c)
+        if needs_grad:
+            grad = torch.randn_like(output)
+            found = torch.autograd.grad(output, given, grad)
+            for a, c in zip(found, torch.autograd.grad(expected, given, grad), strict=True):
+                assert a.shape == c.shape
+                torch.testing.assert_close(a, c, rtol=1e-3, atol=1e-3)
+    if by_launcher == "compiled":
+        assert quick_only == ["compiled"] * 3
+
+
+def test_a_fused_module_counts_its_batches(device: str, quick_only: list[str], by_launcher: str) -> None:
+    ours, theirs = (warpnorm.nn.BatchNormReLU2d(SHAPE[1]).to(device), torch.nn.BatchNorm2d(SHAPE[1]).to(device))
+    for seed in range(4):
+        x = images(device, seed)[0]
+        torch.testing.assert_close(ours(x), F.relu(theirs(x)))
+    for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
+    if by_launcher == "compiled":
+        assert quick_only == ["compiled"] * 3
+    for norm in (ours, theirs):
+        norm.eval()
+    x = images(device)[0]
+    torch.testing.assert_close(ours(x), F.relu(theirs(x)))
+    assert int(ours.num_batches_tracked) == 4

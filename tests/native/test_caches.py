@@ -154,7 +154,7 @@ TABLES = {
     "warpnorm.locks._all": "locks that somebody has",
     "warpnorm.parallel.exchange._tallies": "blocks that are open",
     "warpnorm.plan.device._without_teams": "devices",
-    "warpnorm.repeat._offered": "test_more_shapes_than_a_cache_takes",
+    "warpnorm.repeat_fused._offered": "test_more_shapes_than_a_cache_takes",
     "warpnorm.repeat._scratch": "powers of two up to LARGEST_SCRATCH",
     "warpnorm.repeat._seen": "test_more_shapes_than_a_cache_takes",
     "warpnorm.repeat_channels._seen": "test_more_shapes_than_a_cache_takes",

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from warpnorm import repeat
+from warpnorm import repeat, repeat_channels, repeat_fused
 
 CALLS = """
 import gc, os, sys
@@ -94,7 +94,8 @@ def test_more_shapes_than_a_cache_takes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(fusing, "LARGEST_CACHE", 8)
     monkeypatch.setattr(fusing, "MOST_CAPTURES", 5)
     repeat._seen.clear()
-    repeat._offered.clear()
+    repeat_channels._seen.clear()
+    repeat_fused._offered.clear()
 
     @warpnorm.fuse
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -105,8 +106,10 @@ def test_more_shapes_than_a_cache_takes(monkeypatch: pytest.MonkeyPatch) -> None
         torch.testing.assert_close(function(x), F.rms_norm(x.sin(), x.shape[-1:]))
         function(x).sum().backward()
         warpnorm.rms_norm(x, x.shape[-1:])
+        warpnorm.batch_norm(torch.randn(2, 4, 130, 70 + k), None, None, training=True)
         assert len(function._prepared) <= 8
         assert sum(map(len, function._captured.values())) <= 5
         assert len(function._differentiable) <= 8
         assert len(repeat._seen) <= 8
-        assert len(repeat._offered) <= 8
+        assert len(repeat_channels._seen) <= 8
+        assert len(repeat_fused._offered) <= 8

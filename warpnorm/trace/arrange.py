@@ -20,8 +20,11 @@ class Prepared(NamedTuple):
     captured: fusion.Captured
     inputs: tuple[fusion.Input, ...]
     leaves: tuple[Any, ...]
-    order: tuple[int, ...] | None  # which of the user's tensors the operands are, where nothing else is to be done
+    order: (
+        tuple[int, ...] | None
+    )  # which of the user's tensors the operands are, but for views, and what is averaged into
     differentiable: tuple[int, ...]  # of these operands
+    number: Any = ()  # the momentum of that
 
 
 def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, list[torch.Tensor | float]]:

@@ -54,6 +54,19 @@ def instance_plus(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.relu(F.instance_norm(x, weight=w, bias=b)) + x
 
 
+def group_gelu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(F.group_norm(x, 2, w, b))
+
+
+def gated_group(x: Tensor) -> Tensor:
+    h = x + x * torch.sin(x)
+    return F.group_norm(h, 1) * F.gelu(h)
+
+
+def batch_by_gelu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, None, None, True) * F.gelu(w) + b
+
+
 class Fusion(NamedTuple):
     function: Callable[..., Any]
     shapes: Sequence[tuple[int, ...]]
@@ -69,14 +82,18 @@ FUSIONS = (
     Fusion(placed, (FULL, PLACE, CHANNELS, CHANNELS), "a number for each place: PyTorch sums its gradient"),
     Fusion(scalar_scaled, (FULL, (), CHANNELS), "one number"),
     Fusion(instance_plus, (FULL, CHANNELS, CHANNELS), "a group for each channel"),
+    Fusion(group_gelu, (FULL, CHANNELS, CHANNELS), "a formula that has a shorter form, of what is normalized"),
+    Fusion(gated_group, (FULL,), "a factor of a sum along lines that has a shorter form"),
+    Fusion(batch_by_gelu, (FULL, (C, 1, 1), (C, 1, 1)), "a shorter form that is the same along a line"),
 )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", FORMATS)
 @pytest.mark.parametrize("fusion", FUSIONS, ids=lambda fusion: fusion.function.__name__)
-def test_channel_fused(fusion: Fusion, layout: str, device: str) -> None:
+def test_channel_fused(fusion: Fusion, layout: str, dtype: torch.dtype, device: str) -> None:
     def make(seed: int) -> list[Tensor]:
-        tensors = [drawn(shape, 50 * seed + k, torch.float32, device) for k, shape in enumerate(fusion.shapes)]
+        tensors = [drawn(shape, 50 * seed + k, dtype, device) for k, shape in enumerate(fusion.shapes)]
         return [t.contiguous(memory_format=FORMATS[layout]) if t.ndim == 4 else t for t in tensors]
 
     check_fused(warpnorm.fuse(fusion.function), fusion.function, make, 24, 2)

@@ -19,7 +19,7 @@ class Sums:
 
 
 def sums(problem: BackwardProblem) -> Sums:
-    graph = problem.epilogue_vjp
+    graph = expressions.as_written(problem.epilogue_vjp, problem)
     constant = constant_along_lines(problem)
     nodes = {node.name: node for node in graph.nodes}
     whole = {name for name, dtype in expressions.dtypes_of(graph, problem).items() if not dtype.is_floating_point}
@@ -67,9 +67,9 @@ def constant_along_lines(problem: BackwardProblem) -> set[str]:
 def line_nodes(problem: BackwardProblem) -> list[str]:
     """The lines of code that give the values which are constant along lines."""
     constant = constant_along_lines(problem)
-    graph = problem.epilogue_vjp
-    code = expressions.lines(graph, problem)
-    return [line for node, line in zip(graph.nodes, code, strict=True) if node.name in constant]
+    code = expressions.lines(problem.epilogue_vjp, problem)
+    nodes = expressions.as_written(problem.epilogue_vjp, problem).nodes
+    return [line for node, line in zip(nodes, code, strict=True) if node.name in constant]
 
 
 def _product(value: Value, nodes: dict[str, Node], whole: set[str]) -> list[Value]:

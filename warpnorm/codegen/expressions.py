@@ -62,9 +62,15 @@ def literal(value: Literal) -> str:
     return value.text
 
 
+def as_written(graph: Graph, problem: Problem) -> Graph:
+    """What there is code for: formulas may have a shorter form, and what only the longer one names is not there."""
+    return shortened(graph) if problem.is_half else graph
+
+
 def lines(graph: Graph, problem: Problem) -> list[str]:
+    """One for each node of the graph as it is written."""
     dtypes = dtypes_of(graph, problem)
-    graph = shortened(graph) if problem.is_half else graph
+    graph = as_written(graph, problem)
     found = []
     for node in graph.nodes:
         template = TRITON.get(node.operator, "") if not is_cast(node.operator) else ""

@@ -179,6 +179,31 @@ def test_what_is_no_error(what: str) -> None:
         check.check(NO_ERRORS[what], "cpu")
 
 
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_where_pytorch_itself_fails_halfway(is_lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its second computation, on other numbers: that is no error of ours, unless it fails for want of the device."""
+    calls: list[int] = []
+    original = check._results
+
+    def results(case: Case, function: Any, operands: Any) -> Any:
+        calls.append(1)
+        if len(calls) > 2 and function is not case.of_ours:
+            raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
+        return original(case, function, operands)
+
+    wrong = replace(RIGHT, ours="return x0 * 2.00001", operands=(Operand((4, 5), F32),))
+    monkeypatch.setattr(check, "_results", results)
+    monkeypatch.setattr(check, "_truth", lambda case, operands: original(case, case.of_theirs, operands))
+    monkeypatch.setattr(check, "is_lost", lambda device: is_lost)
+    with check.quiet():
+        if is_lost:
+            with pytest.raises(check.TheirError, match="cuDNN"):
+                check.check(wrong, "cpu")
+        else:
+            check.check(wrong, "cpu")
+    assert len(calls) > 2
+
+
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_operands_are_what_they_say(layout: str, values: str) -> None:

@@ -92,13 +92,14 @@ SMALL_PIECES = (
 )
 
 
-def test_means_that_are_small_beside_deviations(device: str) -> None:
-    """A mean that is a result itself, of rows that lie in one piece: it is rounded, so is that of the samples, and so is the
-    average of both."""
+@pytest.mark.parametrize(("samples", "channels", "size", "step"), [(5, 24, 512, 2), (1, 8, 12544, 1), (1, 8, 8255, 1)])
+def test_means_that_are_small_beside_deviations(samples: int, channels: int, size: int, step: int, device: str) -> None:
+    """A mean that is a result itself, of rows that lie in one piece, in registers or walked: it is rounded, so is that of
+    the samples, and so is the average of both."""
     errors = []
     for seed in range(3):
-        x = (random((5, 24, 512), torch.float64, "cpu", seed) * 6e3).float()[..., ::2]
-        running = torch.zeros(2, 24, device=device)
+        x = (random((samples, channels, size), torch.float64, "cpu", seed) * 6e3).float()[..., ::step]
+        running = torch.zeros(2, channels, device=device)
         warpnorm.instance_norm(x.to(device), running[0], running[1], use_input_stats=True, momentum=1.0)
         truth = x.double().mean((0, 2))
         errors.append(((running[0].cpu().double() - truth).norm() / truth.norm()).item())

@@ -32,6 +32,7 @@ from warpnorm.kernels.statistics import (
     load_statistics,
     mean_of,
     merge_lanes,
+    move_of,
     normalize,
     quick_step,
     rounded_off,
@@ -70,33 +71,47 @@ def line_statistics(
     operands, strides, sizes, row_offsets, row_mask, first, steps, width, cols, spans,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_CORRECTED: tl.constexpr,
+    IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_RESULT: tl.constexpr,
     STAGES: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
-    """(mean, M2) of the lines of a tile, and where the mean is corrected what it is rounded off by."""
+    """(mean, M2) of the lines of a tile, and where the mean is corrected what it is rounded off by. IS_RESULT: the mean is
+    one itself, so that it is rounded once."""
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
     lanes = tl.arange(0, BLOCK_COLS)
     if IS_WALKED:
         state = start_walk(tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE), True)
         counts = lane_counts(lanes, width, BLOCK_COLS, COMPUTE)
         START: tl.constexpr = 1 if IS_CORRECTED else 0
+        IS_WIDE: tl.constexpr = IS_CORRECTED and IS_RESULT and COMPUTE == tl.float32
         if IS_CORRECTED:
             # The means of lanes are rounded as often as they are moved: those of deviations from the lane's first value
             block = load_tile(
                 operands, strides, sizes, row_offsets, row_mask, lines, first + lanes, cols,
                 LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
             )[0]  # fmt: skip
+            low = tl.zeros_like(block)
         for step in tl.range(START, steps, num_stages=STAGES):
             col_offsets = first + step * spans[1] + lanes
             c, _values, _columns, _place = load_tile(
                 operands, strides, sizes, row_offsets, row_mask, lines, col_offsets, cols,
                 LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
             )  # fmt: skip
+            mask = column_mask(col_offsets, cols, IS_EXACT)[None, :]
             if IS_CORRECTED:
                 c -= block
-            # lines that are not there are not sent either
-            state = quick_step(state, c, column_mask(col_offsets, cols, IS_EXACT)[None, :], step)
-        if IS_CORRECTED:
+            before = state[0]
+            state = quick_step(state, c, mask, step)  # lines that are not there are not sent either
+            if IS_WIDE:
+                move = move_of(tl.where(mask, c - before, 0.0), step)
+                low += rounded_off(before, move, state[0])
+        if IS_WIDE:
+            lane = block.to(tl.float64) + (state[0].to(tl.float64) + low.to(tl.float64))
+            wide = tl.sum(tl.where(counts > 0.0, counts.to(tl.float64) * lane, 0.0), 1) / width
+            mean = wide.to(tl.float32)
+            means = state[0] + tl.where(counts > 0.0, block - mean[:, None], 0.0)
+            squares = merge_lanes((means, state[1]), counts, width, True)[1]
+            return mean, squares, (wide - mean.to(tl.float64)).to(tl.float32)
+        elif IS_CORRECTED:
             # and all of them from the mean of these, as one far from it would cost digits
             there = tl.where((first + lanes < cols)[None, :], block, 0.0)
             pivot = mean_of(tl.sum(there, 1), tl.minimum(cols - first, BLOCK_COLS))
@@ -214,7 +229,7 @@ def column_forward_kernel(
                 found = line_statistics(
                     operands, strides, sizes, row_offsets, row_mask, first, steps, width, cols, spans,
                     LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_WALKED, IS_EXACT,
-                    IS_CORRECTED, STAGES, "evict_last",
+                    IS_CORRECTED, STATISTICS == 3, STAGES, "evict_last",
                 )  # fmt: skip
                 send_lines(piece_ptrs, unit, number, order, found, row_mask, 3 if IS_CORRECTED else 2, BLOCK_ROWS)
         elif HAS_LAST and task == LAST:

@@ -241,10 +241,16 @@ def step_walk(state, c, mask, step, IS_CENTERED: tl.constexpr):
 def quick_step(state, c, mask, step):
     """The same of a mean and M2, with one division for all lanes; it takes more registers."""
     delta = tl.where(mask, c - state[0], 0.0)
-    if c.dtype == tl.float64:
-        return move_means(state, c, mask, delta, delta / (step + 1))
+    return move_means(state, c, mask, delta, move_of(delta, step))
+
+
+@triton.jit
+def move_of(delta, step):
+    """By how much a mean is moved."""
+    if delta.dtype == tl.float64:
+        return delta / (step + 1)
     else:
-        return move_means(state, c, mask, delta, delta * (1.0 / (step + 1)))
+        return delta * (1.0 / (step + 1))
 
 
 @triton.jit

@@ -101,9 +101,9 @@ def line_statistics(
                 c -= block
             before = state[0]
             state = quick_step(state, c, mask, step)  # lines that are not there are not sent either
-            if IS_WIDE:
+            if IS_WIDE:  # what the mean lacks is less of it with every value, and is rounded anew
                 move = move_of(tl.where(mask, c - before, 0.0), step)
-                low += rounded_off(before, move, state[0])
+                low += rounded_off(before, move, state[0]) - move_of(tl.where(mask, low, 0.0), step)
         if IS_WIDE:
             lane = block.to(tl.float64) + (state[0].to(tl.float64) + low.to(tl.float64))
             wide = tl.sum(tl.where(counts > 0.0, counts.to(tl.float64) * lane, 0.0), 1) / width

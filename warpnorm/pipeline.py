@@ -31,6 +31,7 @@ from warpnorm.plan.plan import COLUMN, HELD, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
 from warpnorm.space import Gradients, Space, describe_backward, describe_forward, fresh, shape_of
 from warpnorm.trace import at_hand, capture, differentiate
+from warpnorm.trace.graph import rounded_once
 
 if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported where it is used
     from warpnorm.cpu.fallback import FallbackBackward, FallbackForward
@@ -471,8 +472,9 @@ def prepare_backward(
 
 def forward_problem(call: Call, views: Sequence[View], is_native: bool = False) -> tuple[ForwardProblem, Space]:
     """`views` are those of the operands, then of the outputs."""
-    graphs = capture.forward_graphs(call.prologue, call.epilogue, *inside(call, views))
-    return describe_forward(call, views, graphs, is_native)
+    dtypes, compute = inside(call, views)
+    prologue, epilogue = capture.forward_graphs(call.prologue, call.epilogue, dtypes, compute)
+    return describe_forward(call, views, (prologue, rounded_once(epilogue, call.outputs, compute)), is_native)
 
 
 def backward_problem(

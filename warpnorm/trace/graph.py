@@ -2,6 +2,7 @@
 are folded, and what writes into a value gives a new one."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -72,6 +73,23 @@ def _folded(target: Any, node: torch.fx.Node, values: tuple[Value, ...], dtype: 
         if isinstance(literal, Literal)
     ]
     return Literal.of(operators.as_number(target(*args, **node.kwargs).item(), dtype))
+
+
+def rounded_once(graph: Graph, dtypes: Sequence[torch.dtype], compute: torch.dtype) -> Graph:
+    """Without the casts of outputs to what they are stored as, since storing rounds; and to what they are computed in."""
+    nodes = {node.name: node for node in graph.nodes}
+
+    def before(value: Value, dtype: torch.dtype) -> Value:
+        node = nodes.get(value) if isinstance(value, str) else None
+        if node is None or not operators.is_cast(node.operator):
+            return value
+        of = nodes.get(node.args[0]) if isinstance(node.args[0], str) else None
+        is_stored_so = node.dtype == dtype or (node.dtype.is_floating_point and node.dtype.itemsize >= compute.itemsize)
+        is_real = of is not None and of.dtype.is_floating_point and dtype.is_floating_point
+        return before(node.args[0], dtype) if is_stored_so and is_real else value
+
+    outputs = tuple(before(value, dtype) for value, dtype in zip(graph.outputs, dtypes, strict=True))
+    return graph if outputs == graph.outputs else Graph(graph.inputs, _alive(list(graph.nodes), outputs), outputs)
 
 
 def _alive(nodes: list[Node], outputs: tuple[Value, ...]) -> tuple[Node, ...]:

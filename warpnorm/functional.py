@@ -178,7 +178,7 @@ def batch_norm(
     is_plain = out is None and not return_stats and type(training) is bool and not torch.compiler.is_compiling()
     norm = BATCH_NORM if training is True else FIXED_NORM
     tensors = (input, running_mean, running_var, weight, bias)
-    how: tuple[Any, Any] = (None, momentum) if training else (0, None)
+    how: tuple[Any, Any] = (None, momentum) if training is True else (0, None)
     seen = repeat_channels.again(norm, norm, eps, *how, tensors) if is_plain else None
     if isinstance(seen, torch.Tensor):
         return seen
@@ -476,7 +476,8 @@ def _by_channel_kernels(
         output, *statistics = normalize_and_average(call, [input, *parameters], out, running)
         if key is not None:
             averaged = () if running is None else (running.mean, running.variance)
-            repeat_channels.remember(key, call, (input, *averaged, *(fixed or ()), weight, bias), running is not None)
+            tensors = (input, *averaged, *(fixed or ()), weight, bias)
+            repeat_channels.remember(key, call, tensors, running is not None, output)
     return output, *statistics
 
 

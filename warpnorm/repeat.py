@@ -229,7 +229,7 @@ def first(
     if key is not None and all(a is b for a, b in zip(operands, given, strict=True)) and is_repeatable(given):
         if len(_seen) >= LARGEST_CACHE:
             _seen.clear()
-        repeat = Repeat(call, given)  # type: ignore[arg-type]
+        repeat = Repeat(call, given, View.of(output))  # type: ignore[arg-type]
         if repeat.can_run:
             _seen[key] = repeat
     return output, *_shaped(statistics, input, len(shape))
@@ -334,17 +334,16 @@ class Repeat(Backwards):
 
     running_dtypes: tuple[torch.dtype, ...] = ()  # of what is averaged into
 
-    def __init__(self, call: Call, operands: Sequence[torch.Tensor]) -> None:
+    def __init__(self, call: Call, operands: Sequence[torch.Tensor], output: View) -> None:
         input = operands[0]
-        super().__init__(call, is_native=False)  # there is no result yet
+        super().__init__(call, pipeline.is_native(input.device))
         self.dtype = call.outputs[0]
-        views = tuple(map(View.of, (*operands, self._empty(input, self.dtype))))
+        views = (*map(View.of, operands), output)
         launch: Any = pipeline.prepare_forward(call, views, input.device, None, self.running_dtypes)
         self.launch = launch
         self.can_run = hasattr(launch, "into")  # what the compiler did not build is nothing to repeat
         if not self.can_run:
             return
-        self.is_native = pipeline.is_native(input.device)
         self.place = _place(launch, input.device)
         self.count = len(operands)
         self.offered: Settings | None = None  # to the compiled launcher, under these

@@ -10,7 +10,7 @@ from torch.overrides import has_torch_function
 from warpnorm import pipeline, repeat, settings
 from warpnorm.launch.autograd import ChannelNormalization
 from warpnorm.norms import Norm
-from warpnorm.problem import Call, Running
+from warpnorm.problem import Call, Running, View
 
 _seen: dict[Any, "ChannelRepeat"] = {}
 
@@ -23,11 +23,13 @@ def again(kind: Any, norm: Norm, eps: Any, number: Any, momentum: Any, tensors: 
         found = repeat.quick(kind, eps, number if momentum is None else momentum, *tensors)
         if found is not None:
             return found
+    given = [tensor for tensor in tensors if tensor is not None]
+    if has_torch_function(given):
+        return None
     input = tensors[0]
     if not (getattr(input, "is_cuda", False) or settings.is_interpreting() or _is_large(norm, input)):
         return None
-    given = [tensor for tensor in tensors if tensor is not None]
-    if has_torch_function(given) or pipeline.is_seen_through(given):
+    if pipeline.is_seen_through(given):
         return None
     key = _key(kind, eps, number, momentum, tensors)
     seen = _seen.get(key)
@@ -67,14 +69,16 @@ def _key(kind: Any, eps: Any, number: Any, momentum: Any, tensors: Sequence[Any]
     return kind, eps, number, layouts, is_autocast
 
 
-def remember(key: Any, call: Call, tensors: Sequence[torch.Tensor | None], has_running: bool) -> None:
+def remember(
+    key: Any, call: Call, tensors: Sequence[torch.Tensor | None], has_running: bool, output: torch.Tensor
+) -> None:
     """A call that has just been made. `has_running`: the second and third tensor are averaged into."""
     given = [tensor for tensor in tensors if tensor is not None]
     if key is None or not repeat.is_repeatable(given) or any(0 in vector.stride() for vector in given[1:]):
         return
     if len(_seen) >= repeat.LARGEST_CACHE:
         _seen.clear()
-    found = ChannelRepeat(call, given, has_running)
+    found = ChannelRepeat(call, given, has_running, View.of(output))
     if found.can_run:
         _seen[key] = found
 
@@ -82,12 +86,12 @@ def remember(key: Any, call: Call, tensors: Sequence[torch.Tensor | None], has_r
 class ChannelRepeat(repeat.Repeat):
     """`saved` are the numbers of the tensors that the call reads."""
 
-    def __init__(self, call: Call, given: Sequence[torch.Tensor], has_running: bool) -> None:
+    def __init__(self, call: Call, given: Sequence[torch.Tensor], has_running: bool, output: View) -> None:
         self.averaged = (1, 2) if has_running else ()
         self.saved = tuple(i for i in range(len(given)) if i not in self.averaged)
         self.vector = (-1, *[1] * (given[0].ndim - 2))
         self.running_dtypes = tuple(given[i].dtype for i in self.averaged)
-        super().__init__(call, self._shaped([given[i] for i in self.saved]))
+        super().__init__(call, self._shaped([given[i] for i in self.saved]), output)
         self.count = len(given)
 
     def running(self, given: Sequence[torch.Tensor], momentum: float | None) -> Running | None:

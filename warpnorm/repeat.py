@@ -47,9 +47,21 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
         return None
     if found.offered is not settings.current():
         _offer(found, (norm, eps, shape, input, weight, *((bias,) if norm == LAYER_NORM else ())))
-    if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
-        return RepeatedNormalization.apply(found, found.call, *operands)
-    return found(operands)
+    try:
+        if torch.is_grad_enabled() and any(operand.requires_grad for operand in operands):
+            return RepeatedNormalization.apply(found, found.call, *operands)
+        return found(operands)
+    except RuntimeError as error:
+        forget_refused(error, _seen, input.device)
+        return key
+
+
+def forget_refused(error: RuntimeError, seen: dict[Any, Any], device: torch.device) -> None:
+    """What was seen, where a device refuses a launch whose programs wait for each other: nothing was computed, and other
+    plans are next."""
+    if not pipeline.refuses_teams(error, device):
+        raise error
+    seen.clear()
 
 
 def launcher_for(input: torch.Tensor) -> Any:
@@ -312,10 +324,8 @@ class Backwards:
         if gradients:
             try:
                 launch(operands, (grad,), statistics, gradients)
-            except RuntimeError as error:  # nothing was computed
-                if not pipeline.refuses_teams(error, grad.device):
-                    raise
-                self._backward.clear()
+            except RuntimeError as error:
+                forget_refused(error, self._backward, grad.device)
                 return pipeline.backward(call, operands, grad_outputs, statistics, wanted)
             described = launch.described(len(operands)) if handle is not None and hasattr(launch, "described") else None
             if described is not None:

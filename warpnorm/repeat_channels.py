@@ -45,11 +45,9 @@ def again(kind: Any, norm: Norm, eps: Any, number: Any, momentum: Any, tensors: 
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
             return ChannelNormalization.apply(seen, running, *operands)
         return seen.run(operands, running)[0]
-    except RuntimeError as error:  # nothing was computed
-        if not pipeline.refuses_teams(error, input.device):
-            raise
-        _seen.clear()
-        return None
+    except RuntimeError as error:
+        repeat.forget_refused(error, _seen, input.device)
+        return key
 
 
 def _is_large(norm: Norm, input: Any) -> bool:

@@ -47,12 +47,6 @@ def ways(monkeypatch: pytest.MonkeyPatch, by_launcher: str) -> list[str]:
     return taken
 
 
-@pytest.fixture
-def quick_only(ways: list[str]) -> list[str]:
-    """Of fused functions, which have no other way that is noted."""
-    return ways
-
-
 def expected_ways(by_launcher: str, calls: int) -> list[str]:
     return ["long", "python", *["compiled" if by_launcher == "compiled" else "python"] * (calls - 2)]
 
@@ -265,7 +259,7 @@ def fused_norms() -> dict[str, Callable[..., Any]]:
 @pytest.mark.parametrize("needs_grad", [False, True])
 @pytest.mark.parametrize("name", fused_norms())
 def test_fused_again_is_as_the_first(
-    name: str, needs_grad: bool, device: str, quick_only: list[str], by_launcher: str
+    name: str, needs_grad: bool, device: str, ways: list[str], by_launcher: str
 ) -> None:
     plain = fused_norms()[name]
     fused = warpnorm.fuse(plain)
@@ -284,10 +278,10 @@ def test_fused_again_is_as_the_first(
                 assert a.shape == c.shape
                 torch.testing.assert_close(a, c, rtol=1e-3, atol=1e-3)
     if by_launcher == "compiled":
-        assert quick_only == ["compiled"] * 3
+        assert ways == ["compiled"] * 3
 
 
-def test_a_fused_module_counts_its_batches(device: str, quick_only: list[str], by_launcher: str) -> None:
+def test_a_fused_module_counts_its_batches(device: str, ways: list[str], by_launcher: str) -> None:
     ours, theirs = (warpnorm.nn.BatchNormReLU2d(SHAPE[1]).to(device), torch.nn.BatchNorm2d(SHAPE[1]).to(device))
     for seed in range(4):
         x = images(device, seed)[0]
@@ -295,7 +289,7 @@ def test_a_fused_module_counts_its_batches(device: str, quick_only: list[str], b
     for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
         torch.testing.assert_close(a, b)
     if by_launcher == "compiled":
-        assert quick_only == ["compiled"] * 3
+        assert ways == ["compiled"] * 3
     for norm in (ours, theirs):
         norm.eval()
     x = images(device)[0]

@@ -258,3 +258,32 @@ def test_many_gradients_at_once(device: str) -> None:
         found = torch.autograd.grad(output, given, grads, is_grads_batched=True)
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_a_device_that_refuses_teams(
+    needs_grad: bool, device: str, first_calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From some call on: that one and the next are right, by other plans. Other errors are the caller's."""
+    x, w, b = operands(6, device)
+    x.requires_grad_(needs_grad)
+    with settings.override(launcher="python"):
+        expected = [warpnorm.layer_norm(x, COLS, w, b) for _ in range(2)][-1]
+        (seen,) = repeat._seen.values()
+        taken, into = [], type(seen.launch).into
+
+        def refuse(*arguments: Any) -> None:
+            taken.append(arguments)
+            if len(taken) == 1:
+                raise RuntimeError("too many blocks in cooperative launch")
+            into(*arguments)
+
+        monkeypatch.setattr(pipeline, "refuses_teams", lambda error, device: "cooperative" in str(error))
+        monkeypatch.setattr(type(seen.launch), "into", refuse)
+        first_calls.clear()
+        for _ in range(2):
+            torch.testing.assert_close(warpnorm.layer_norm(x, COLS, w, b), expected)
+        assert len(first_calls) == 1  # the refused one
+        monkeypatch.setattr(type(seen.launch), "into", lambda *_: torch.empty(-1))
+        with pytest.raises(RuntimeError, match="negative"):
+            warpnorm.layer_norm(x, COLS, w, b)

@@ -662,17 +662,18 @@ bool read_shared(PyObject* given, Shared& shared) {
 }
 
 /* ((kind, eps, shape, *operands), tensors like the outputs, whether a tuple of them is returned, scratch, how many
-   statistics there are, of how many rows, whether they are doubles, launches, what these share, operands that they write, what is kept for backward, bits of the operands that it is for, whether gradients
-   lie as these do, repeat, who owns what the launches point to, whether it is of a norm alone): whether the call is found
-   from now on. */
+   statistics there are, of how many rows, whether they are doubles, launches, what these share, operands that they write,
+   what is kept for backward, bits of the operands that it is for, whether gradients lie as these do, repeat, who owns what
+   the launches point to, whether it is of a norm alone): whether the call is found from now on. */
 PyObject* remember(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *given, *outputs, *scratch, *launches, *shared, *written, *saved, *repeat, *owner;
   long long statistics, rows, differentiable;
   int is_tuple, is_double, has_formats, is_alone;
   if (!PyArg_ParseTuple(args, "O!O!pO!LLpO!O!O!O!LpOOp", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple,
-                        &PyTuple_Type, &scratch, &statistics, &rows, &is_double, &PyTuple_Type, &launches, &PyTuple_Type, &shared, &PyTuple_Type,
-                        &written, &PyTuple_Type, &saved, &differentiable, &has_formats, &repeat, &owner, &is_alone))
+                        &PyTuple_Type, &scratch, &statistics, &rows, &is_double, &PyTuple_Type, &launches,
+                        &PyTuple_Type, &shared, &PyTuple_Type, &written, &PyTuple_Type, &saved, &differentiable,
+                        &has_formats, &repeat, &owner, &is_alone))
     return nullptr;
   Key key;
   variable_list operands;

@@ -20,9 +20,7 @@ class Prepared(NamedTuple):
     captured: fusion.Captured
     inputs: tuple[fusion.Input, ...]
     leaves: tuple[Any, ...]
-    order: (
-        tuple[int, ...] | None
-    )  # which of the user's tensors the operands are, but for views, and what is averaged into
+    order: tuple[int, ...] | None  # the user's tensors that are operands, but for views, or averaged into
     differentiable: tuple[int, ...]  # of these operands
     number: Any = ()  # the momentum of that
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from kernel_contracts.running import NORMS, check_accuracy, run_planned
+from kernel_contracts.running import NORMS, call_for, check_accuracy, operands_for, run_planned
 from warpnorm import pipeline
 from warpnorm.norms import Norm
 from warpnorm.plan import choose, grid
@@ -75,6 +75,40 @@ def test_every_forward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dtyp
 @pytest.mark.parametrize("plan", BACKWARD, ids=str)
 def test_every_backward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
     check(cols, norm, dtype, device, None, plan)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", [16, 64, 100, 128, 256, 400])
+def test_narrow_rows_few_and_many(
+    cols: int, norm: Norm, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program has fewer rows where there are few: their bits are the same, and those of many are right."""
+    generator = torch.Generator().manual_seed(cols)
+    operands = operands_for(norm, (torch.randn(37, cols, generator=generator) * 3 + 1).to(device, dtype), 1)
+    call = call_for(norm, 1, *operands)
+    few = pipeline.forward(call, operands)[0][0]
+    monkeypatch.setattr(grid, "FEW_PROGRAMS", 0)
+    pipeline.prepare_forward.cache_clear()
+    try:
+        assert pipeline.forward(call, operands)[0][0].equal(few)
+        check(cols, norm, dtype, device, None, None)
+    finally:
+        pipeline.prepare_forward.cache_clear()
+
+
+def test_programs_of_narrow_rows() -> None:
+    spaces = [Space(rows, 128, (), (), (), (), (), 128) for rows in (1, 5, 2048, 2049, 2064)]
+    assert [grid.forward(Plan(ROW, 16, 128, 2), space) for space in spaces] == [
+        (1, 1),
+        (2, 1),
+        (512, 1),
+        (129, 1),
+        (129, 1),
+    ]
+    assert [grid.few_rows(Plan(ROW, rows, 512, 1)) for rows in (1, 2)] == [1, 1]
+    assert grid.few_rows(Plan(ROW, 2, 2048, 4)) == 2
+    assert grid.few_rows(Plan(ROW, 4, 128, 1, programs=3)) == 4
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)

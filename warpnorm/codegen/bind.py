@@ -120,7 +120,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_AT_ONCE": is_at_once}
         constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
         constants |= {"KEEPS_VARIANCE": problem.norm.keeps_variance, "HAS_RUNNING": bool(problem.running)}
-        constants["IS_CHAINED"] = _can_chain(device)
+        constants |= {"IS_CHAINED": _can_chain(device), "FEW_ROWS": grid.few_rows(plan)}
         return BoundKernel(row_forward_kernel, arguments | running, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= _functions(functions, "hold")

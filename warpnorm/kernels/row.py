@@ -85,8 +85,9 @@ def row_forward_kernel(
     HAS_RUNNING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr,
     IS_EXACT: tl.constexpr, IS_PERSISTENT: tl.constexpr, IS_LATE: tl.constexpr, RECOMPUTES: tl.constexpr,
-    IS_AT_ONCE: tl.constexpr, STAGES: tl.constexpr, IS_CHAINED: tl.constexpr,
+    IS_AT_ONCE: tl.constexpr, STAGES: tl.constexpr, IS_CHAINED: tl.constexpr, FEW_ROWS: tl.constexpr,
 ):  # fmt: skip
+    """FEW_ROWS: as many has each program, instead of BLOCK_ROWS, where there are programs enough. No row's bits change."""
     begin(IS_CHAINED)
     program = tl.program_id(0).to(rows.dtype)
     columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
@@ -97,6 +98,18 @@ def row_forward_kernel(
                 LOAD_COLUMNS, LOAD_ROWS, HOLD, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
                 HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, False, RECOMPUTES, IS_AT_ONCE,
             )  # fmt: skip
+    elif FEW_ROWS == BLOCK_ROWS:
+        forward_tile(
+            program, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
+            HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, IS_LATE, RECOMPUTES, IS_AT_ONCE,
+        )  # fmt: skip
+    elif tl.num_programs(0) * FEW_ROWS >= rows:
+        forward_tile(
+            program, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, KEEPS_VARIANCE,
+            HAS_RUNNING, FEW_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_EXACT, IS_LATE, RECOMPUTES, IS_AT_ONCE,
+        )  # fmt: skip
     else:
         forward_tile(
             program, columns, operands, outputs, statistic_ptrs, strides, sizes, rows, cols, eps, running_ptrs, factors,

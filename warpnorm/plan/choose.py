@@ -63,10 +63,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         why = f"a row of up to {cols} columns with {live:g} words for each does not fit in registers"
         return Plan(LONG_ROW, 1, block_cols, warps, stages=_walk_stages(problem.operands, block_cols, device), why=why)
     if cols <= 512:
-        # One warp reduces without shared memory. LayerNorm at 256: 94 with one warp, 88 with two
-        return Plan(
-            ROW, 1024 // cols, cols, 1, why="narrow rows: several to a warp, which reduces without shared memory"
-        )
+        return _narrow_forward(problem)
     block_cols, chunks = _blocks(problem)
     # 32 elements a thread keep the loads of a whole row in flight. RMSNorm at 8192: 96 with 8 warps, 76 with 16. Fewer
     # where an element takes so many registers that they would not fit. How many operands vary by row does not count: an
@@ -99,6 +96,17 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     recomputes = is_light and is_half and cols == 8192 and not problem.has_vectors
     why = "a program for each row: its loads are enough to hide their latency"
     return Plan(ROW, 1, block_cols, warps, chunks=chunks, late=is_late or recomputes, recomputes=recomputes, why=why)
+
+
+def _narrow_forward(problem: ForwardProblem) -> Plan:
+    """2 KB of rows for each warp. LayerNorm of fp32 at 64 and 128: 96 and 95, with 4 KB 82 and 83, with 1 KB 79; RMSNorm,
+    which needs fewer registers, 97 with either; bf16 at 128: 95, with 1 KB 79. Two warps where one loads a row at once, or
+    two rows. LayerNorm and RMSNorm of bf16 at 256: 98 and 99, with one 95 and 97, with four 95 and 96; at 128 95 and 98, 94
+    and 97; of fp32 at 128 96 and 98, 95 and 97."""
+    cols, itemsize = problem.cols_class, needs.itemsize(problem)
+    warps = 2 if problem.has_vectors and 256 <= cols * itemsize <= 512 else 1
+    block_rows = max(1, warps * min(2048 // itemsize, 1024) // cols)
+    return Plan(ROW, block_rows, cols, warps, why="narrow rows: a warp has some, and reduces without shared memory")
 
 
 def _can_lie_in_registers(problem: ForwardProblem, device: Device) -> bool:

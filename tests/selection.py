@@ -13,6 +13,7 @@ import pytest
 SANITIZED = {
     "memcheck": {
         "test_every_forward_plan": 8,
+        "test_narrow_rows_few_and_many": 9,
         "test_every_backward_plan": 6,
         "test_backward_plans_as_of_many_rows": 4,
         "test_gradients_of_rows_few_and_many": 2,

@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+import warpnorm
 from compiled.test_compiled import NVIDIA, local_memory
+from kernel_contracts.channel_fuse_contract import wide_results
 from warpnorm import pipeline
-from warpnorm.codegen import bind
+from warpnorm.codegen import bind, cache
+from warpnorm.codegen import kernel as of_kernels
 from warpnorm.codegen.kernel import BoundKernel
+from warpnorm.fuse import NOTHING, arrange
 from warpnorm.launch.shared import MAILBOX
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, Norm
 from warpnorm.plan import choose, grid
@@ -206,3 +210,35 @@ def kernels_of(launch: Any) -> list[BoundKernel]:
 def parts(shared: Any) -> int:
     sizes, _, kind = shared
     return 1 if kind == MAILBOX else len(sizes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_what_triton_refuses_is_written_in_another_way(
+    target: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halves that are widened, and stored as float32: it gets its own code out of order. Other failures are told."""
+    monkeypatch.setattr(devices, "of", lambda device: KNOWN[target])
+    x, gain = torch.empty(2, 128, 16, dtype=dtype).mT, torch.empty(1, 1, 1)
+    fused = warpnorm.fuse(wide_results)
+    request = fused.request(NOTHING, (x, gain), {})
+    call, operands = arrange(fused.prepare(request), request.tensors)
+    views = (*map(View.of, operands), *[View.of(torch.empty_like(x, dtype=torch.float32))] * 3)
+    sources: list[str] = []
+
+    def load(source: str, original: Any = cache.load) -> Any:
+        sources.append(source)
+        return original(source)
+
+    monkeypatch.setattr(cache, "load", load)
+    launch = pipeline.prepare_forward.__wrapped__(call, views, torch.device("cuda", 0), None)
+    assert "ours.widened(values[0])" in sources[-1]
+    assert launch.last_kernel.compiled.asm["cubin"]
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    bind.forward.built.clear()
+    monkeypatch.setattr(of_kernels, "_compile", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        pipeline.prepare_forward.__wrapped__(call, views, torch.device("cuda", 0), None)

@@ -99,6 +99,22 @@ def test_channel_fused(fusion: Fusion, layout: str, dtype: torch.dtype, device: 
     check_fused(warpnorm.fuse(fusion.function), fusion.function, make, 24, 2)
 
 
+def wide_results(x: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    h = x + gain * torch.sin(x)
+    y = F.instance_norm(h, eps=1e-3)
+    return y * x, h, torch.sin(h) + y
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_channel_fused_halves_whose_results_are_float32(dtype: torch.dtype, device: str) -> None:
+    """Across lines: Triton 3.6 does not compile the source as it is first written."""
+
+    def make(seed: int) -> list[Tensor]:
+        return [drawn((2, 128, 16), 2 * seed, dtype, device).mT, drawn((1, 1, 1), 2 * seed + 1, torch.float32, device)]
+
+    check_fused(warpnorm.fuse(wide_results), wide_results, make, 24, 2)
+
+
 def test_channel_fused_lines_that_do_not_fit_in_registers(device: str) -> None:
     """Rows in one piece, whose parameters are summed along lines also where they are walked."""
     leaves = [

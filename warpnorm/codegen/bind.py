@@ -76,6 +76,26 @@ def _once(build: Callable[..., Any]) -> Callable[..., Any]:
     return get
 
 
+Load = Callable[[str], ModuleType]
+
+
+def _or_widened_apart(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Where values are widened, Triton moves conversions of layouts to before that, and may get its own code out of order,
+    which it then refuses (triton-lang/triton issues 6733 and 8257). What it does not know to be widening it leaves where it
+    is; that takes a little longer to compile and as long to run."""
+
+    @wraps(build)
+    def attempt(problem: Problem, plan: Plan, device: Device, index: int) -> Any:
+        try:
+            return build(problem, plan, device, cache.load)
+        except RuntimeError as error:
+            if "PassManager" not in str(error) or device.backend != "cuda":
+                raise
+            return build(problem, plan, device, lambda source: cache.load(pointwise.widened_apart(source)))
+
+    return attempt
+
+
 def _can_chain(device: Device) -> bool:
     """Whether launches can be made ready before the one before them ends, which they wait for themselves. LayerNorm of 128 x
     1024 takes 1.5 us so and 1.9 otherwise, its backward 3.8 and 4.4. What runs by teams is launched in another way."""
@@ -83,8 +103,9 @@ def _can_chain(device: Device) -> bool:
 
 
 @_once
-def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
-    functions = cache.load(pointwise.forward_source(problem))
+@_or_widened_apart
+def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> BoundKernel:
+    functions = load(pointwise.forward_source(problem))
     arguments = {
         "operands": _pointers(problem, problem.operands),
         "outputs": _pointers(problem, problem.outputs),
@@ -93,7 +114,8 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
         "eps": Argument(TYPES[problem.compute]),
     }
     running = {"running_ptrs": tuple(Argument("*" + TYPES[dtype]) for dtype in problem.running)}
-    running["factors"] = tuple(Argument(TYPES[problem.compute]) for _ in range(3 if problem.running else 0))
+    wide = torch.float64 if torch.float64 in problem.running else problem.compute
+    running["factors"] = tuple(Argument(TYPES[wide]) for _ in range(3 if problem.running else 0))
     if plan.pattern == COLUMN:
         arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs) | {"eps": arguments["eps"]}
         arguments |= running
@@ -133,9 +155,10 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, index: int) -> 
 
 
 @_once
-def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel:
+@_or_widened_apart
+def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -> BoundKernel:
     constants = _functions(
-        cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
+        load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
         "epilogue_vjp", "prologue_vjp", "store", "store_row_sums", "accumulate", "store_partials",
     )  # fmt: skip
     constants |= {
@@ -156,11 +179,11 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
     constants["HAS_NEXT"] = bool(problem.reduced) and _can_chain(device)
     if plan.pattern == COLUMN:
         constants = _functions(
-            cache.load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_tiles", "prologue",
+            load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_tiles", "prologue",
             "epilogue_vjp", "prologue_vjp", "add_first", "settle", "store_merged", "store_first", "store_unmerged",
             "accumulate_last", "store_last",
         )  # fmt: skip
-        functions = cache.load(pointwise.backward_source(problem))
+        functions = load(pointwise.backward_source(problem))
         constants["STORE"] = functions.stream if plan.streams else functions.store
         constants |= _walk(problem, plan, device) | {"NEEDS_SUMS": problem.needs_grad_xhat}
         constants |= {"FIRST_SUMS": len(along.sums(problem).summands), "LAST_SUMS": len(problem.left_last)}
@@ -174,7 +197,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
         return BoundKernel(column_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == HELD:
         constants = _functions(
-            cache.load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_rows", "hold", "prologue",
+            load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_rows", "hold", "prologue",
             "epilogue_vjp", "prologue_vjp", "store", "add_first", "settle", "store_merged", "store_first",
             "accumulate_last", "store_last",
         )  # fmt: skip
@@ -189,7 +212,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
         return BoundKernel(team_backward_kernel, _with_mailbox(arguments | geometry), constants, plan, device)
     if plan.pattern == ROW:
-        constants |= _functions(cache.load(pointwise.backward_source(problem)), "hold")
+        constants |= _functions(load(pointwise.backward_source(problem)), "hold")
         constants |= {"BLOCK_ROWS": plan.block_rows, "CHUNKS": plan.chunks}
         constants["FULL_CHUNKS"] = _full_chunks(problem, plan)
         constants["SUM_ROWS"], constants["SUM_COLS"] = grid.sum_tile(plan, problem)
@@ -207,12 +230,13 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, index: int) -
 
 
 @_once
-def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, index: int) -> BoundKernel | None:
+@_or_widened_apart
+def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -> BoundKernel | None:
     """The first launch of a `long_row` backward, where the prologue needs a gradient."""
     if plan.pattern != LONG_ROW or not problem.has_tasks:
         return None
     constants = _functions(
-        cache.load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
+        load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
         "epilogue_vjp",
     )  # fmt: skip
     constants |= {

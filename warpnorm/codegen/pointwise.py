@@ -2,6 +2,7 @@
 gradients, stores. Straight-line code, one line for each node of the graph. `kernels/__init__.py` says what each is
 called with."""
 
+import re
 from collections.abc import Sequence
 
 from warpnorm.codegen import along, expressions
@@ -62,6 +63,11 @@ def backward_source(problem: BackwardProblem) -> str:
         _store_partials(problem),
         *(_of_lines(problem) if problem.norm.is_by_channel else []),
     )
+
+
+def widened_apart(source: str) -> str:
+    """The same, but what is loaded is widened by what the compiler does not look into."""
+    return re.sub(r"(values\[\d+\])\.to\(tl\.float32\)", r"ours.widened(\1)", source)
 
 
 def _by_lines(problem: ForwardProblem | BackwardProblem) -> list[str]:

@@ -11,6 +11,12 @@ from warpnorm.trace.dropout import OUR_STREAMS
 
 __all__ = ["sums_of"]  # which generated source calls too
 
+FROM_BFLOAT16 = tl.constexpr(
+    "{ .reg .b32 high; shl.b32 high, $2, 16; mov.b32 $0, high; and.b32 high, $2, 0xffff0000; mov.b32 $1, high; }"
+)
+FROM_FLOAT16 = tl.constexpr(
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }"
+)
 FIRST_STREAM = tl.constexpr(OUR_STREAMS)
 # What is too large for a float8_e4m3fn is NaN up to PyTorch 2.12, and the largest number from then on
 TOO_LARGE = tl.constexpr(int(torch.tensor(1e4).to(torch.float8_e4m3fn).view(torch.uint8)))
@@ -21,6 +27,15 @@ def held(x, PACK: tl.constexpr):
     """x, but the compiler does not know it: what follows from x is computed again after this, instead of kept in
     registers from before. PACK values are 32 bits. On NVIDIA's GPUs alone."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=PACK)
+
+
+@triton.jit
+def widened(x):
+    """A half in float32, but the compiler does not know that it is: see `bind.py`. On NVIDIA's GPUs alone."""
+    if x.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(FROM_BFLOAT16, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(FROM_FLOAT16, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
 
 
 @triton.jit

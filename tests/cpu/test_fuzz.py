@@ -185,15 +185,15 @@ def test_where_pytorch_itself_fails_halfway(is_lost: bool, monkeypatch: pytest.M
     calls: list[int] = []
     original = check._results
 
-    def results(case: Case, function: Any, operands: Any) -> Any:
+    def results(case: Case, function: Any, operands: Any, draw: int) -> Any:
         calls.append(1)
         if len(calls) > 2 and function is not case.of_ours:
             raise RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")
-        return original(case, function, operands)
+        return original(case, function, operands, draw)
 
     wrong = replace(RIGHT, ours="return x0 * 2.00001", operands=(Operand((4, 5), F32),))
     monkeypatch.setattr(check, "_results", results)
-    monkeypatch.setattr(check, "_truth", lambda case, operands: original(case, case.of_theirs, operands))
+    monkeypatch.setattr(check, "_truth", lambda case, operands, draw=0: original(case, case.of_theirs, operands, draw))
     monkeypatch.setattr(check, "is_lost", lambda device: is_lost)
     with check.quiet():
         if is_lost:

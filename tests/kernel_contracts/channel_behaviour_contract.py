@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import warpnorm
-from cpu.channel_truth import Arguments, ours
+from cpu.channel_truth import Arguments, ours, pytorch
 from kernel_contracts.channel_running import (
     BATCH,
     EVALUATION,
@@ -115,6 +115,21 @@ def test_running_statistics_of_training(
     mode: Mode, layout: Layout, momentum: float, dtypes: tuple[torch.dtype, ...], device: str
 ) -> None:
     check_accuracy(lambda seed: running(mode, layout.make(dtypes[0], device, seed), momentum, dtypes[1], seed))
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1e-9, 0.0])
+@pytest.mark.parametrize(("mode", "layout"), [(BATCH, NCHW), (BATCH, LAST), (BATCH, SHORT), (INSTANCE, NCHW)], ids=str)
+def test_float64_is_averaged_into_as_such(mode: Mode, layout: Layout, momentum: float, device: str) -> None:
+    """Of a float32 batch: what is new is as close as float32, and nothing is lost of what was there."""
+    a = running(mode, layout.make(torch.float32, device), momentum, torch.float32, 0)
+    before = [random((a.input.shape[1],), torch.float64, device, seed).abs() + 0.5 for seed in (70, 80)]
+    found, full = ([b.clone() for b in before] for _ in range(2))
+    ours(replace(a, running_mean=found[0], running_var=found[1]))
+    parameters = {"weight": None, "bias": None, "input": a.input.detach().double()}
+    pytorch(replace(a, running_mean=full[0], running_var=full[1], **parameters))
+    for was, one, other in zip(before, found, full, strict=True):
+        assert (one - other).abs().max() <= 2 * momentum * 1e-6 + 4 * torch.finfo(torch.float64).eps
+        assert momentum > 0 or one.equal(was)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from warpnorm import functional
 from warpnorm.fuse import fuse
 from warpnorm.fuzz import truth
+from warpnorm.problem import compute_dtype
 
 Shape = tuple[int, ...]
 
@@ -78,7 +79,8 @@ class Operand:
 class Case:
     """`ours` and `theirs` are the bodies of functions of x0, x1, ...; the same where `ours` is to be fused. `is_widened`:
     PyTorch has no such call, and is asked in the dtype of computation; `is_mixed`: of several dtypes, in which it may have
-    it. `is_twice`: gradients of gradients too. `kinks`: what is zero where the function has one."""
+    it. `is_twice`: gradients of gradients too. `averaged`: operands that statistics are averaged into, which decide about
+    nothing else. `kinks`: what is zero where the function has one."""
 
     ours: str
     theirs: str
@@ -88,12 +90,18 @@ class Case:
     is_widened: bool = False
     is_mixed: bool = False
     is_twice: bool = False
+    averaged: tuple[int, ...] = ()
     kinks: str = ""
     route: str = "auto"
 
     @property
     def names(self) -> str:
         return ", ".join(f"x{i}" for i in range(len(self.operands)))
+
+    @property
+    def computed(self) -> torch.dtype:
+        """In which dtype."""
+        return compute_dtype([o.dtype for i, o in enumerate(self.operands) if i not in self.averaged])
 
     @property
     def of_ours(self) -> Callable[..., Any]:

@@ -116,7 +116,7 @@ def _check(case: Case, device: str) -> None:
     measured = {name: _measured(name, [ours], [truth], [theirs], [narrow]) for name in ours}
     found = _fetched(numbers | measured | {"kinks": _closeness(case, operands)})
     _raise_any({name: found[name] for name in numbers})
-    if any(_why_wrong(name, ours[name].dtype, 1, found[name]) for name in _compared(ours, found["kinks"])):
+    if any(_why_wrong(name, _held_to(case, ours[name]), 1, found[name]) for name in _compared(ours, found["kinks"])):
         _check_closely(case, operands)
 
 
@@ -161,7 +161,7 @@ def _check_closely(case: Case, operands: list[torch.Tensor]) -> None:
         narrow.append(truths[-1] if narrowed is scaled else _truth(case, narrowed))
     for name in _compared(ours[0], [float(number) for number in kinks]):
         numbers = _fetched({name: _measured(name, ours, truths, theirs, narrow, wide)})[name]
-        dtype = ours[0][name].dtype
+        dtype = _held_to(case, ours[0][name])
         why = _why_wrong(name, dtype, len(ours), numbers, len(wide))
         if why is None:
             continue
@@ -171,20 +171,26 @@ def _check_closely(case: Case, operands: list[torch.Tensor]) -> None:
 
 
 def _is_far_off(case: Case, name: str, device: torch.device) -> bool:
-    """The same of other values, not too close to a kink: where a result is a few numbers, who is closer by chance may be so
-    at every scale."""
-    draws = [case.make(case.seed + 10_000 * (1 + k), device.type) for k in range(FRESH_DRAWS)]
-    draws = [draw for draw in draws if not any(map(bool, _closeness(case, draw)))]
+    """The same of other values, and other gradients of the outputs, not too close to a kink: where a result is a few
+    numbers, who is closer by chance may be so at every scale."""
+    draws = {k: case.make(case.seed + 10_000 * k, device.type) for k in range(1, 1 + FRESH_DRAWS)}
+    draws = {k: draw for k, draw in draws.items() if not any(map(bool, _closeness(case, draw)))}
     if not draws:
         return True
-    narrowed = [_narrowed(draw) for draw in draws]
-    is_wide = narrowed[0] is not draws[0]
-    ours, truths = [_ours(case, draw) for draw in draws], [_truth(case, draw) for draw in draws]
-    theirs = [_as_they_are(case, draw) or _theirs(case, draw) for draw in narrowed]
-    narrow = [_truth(case, draw) for draw in narrowed] if is_wide else truths
-    wide = [_as_they_are(case, draw) or _theirs(case, draw) for draw in draws] if is_wide else []
+    narrowed = {k: _narrowed(draw) for k, draw in draws.items()}
+    is_wide = any(narrowed[k] is not draw for k, draw in draws.items())
+    ours = [_ours(case, draw, k) for k, draw in draws.items()]
+    truths = [_truth(case, draw, k) for k, draw in draws.items()]
+    theirs = [_as_they_are(case, draw, k) or _theirs(case, draw, k) for k, draw in narrowed.items()]
+    narrow = [_truth(case, draw, k) for k, draw in narrowed.items()] if is_wide else truths
+    wide = [_as_they_are(case, draw, k) or _theirs(case, draw, k) for k, draw in draws.items()] if is_wide else []
     numbers = _fetched({name: _measured(name, ours, truths, theirs, narrow, wide)})[name]
-    return _why_wrong(name, ours[0][name].dtype, len(ours), numbers, len(wide)) is not None
+    return _why_wrong(name, _held_to(case, ours[0][name]), len(ours), numbers, len(wide)) is not None
+
+
+def _held_to(case: Case, result: torch.Tensor) -> torch.dtype:
+    """What is averaged into float64 is no closer than what is averaged."""
+    return torch.float32 if result.dtype == torch.float64 != case.computed else result.dtype
 
 
 def _narrowed(operands: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -200,7 +206,7 @@ def _closeness(case: Case, operands: Sequence[torch.Tensor]) -> list[torch.Tenso
         return []
     with torch.no_grad():
         true, rounded = (case.of_kinks(*(o.to(d) for o in operands)) for d in (torch.float64, torch.float32))
-    unit = EPS_RATIO if compute_dtype([operand.dtype for operand in operands]) == torch.float64 else 1.0
+    unit = EPS_RATIO if case.computed == torch.float64 else 1.0
     found = []
     for one, other in zip(true, rounded, strict=True):
         if one.numel():
@@ -321,39 +327,39 @@ def _attempt(run: Callable[[], Named]) -> tuple[Named | None, Exception | None]:
         return None, error
 
 
-def _ours(case: Case, operands: Sequence[torch.Tensor]) -> Named:
+def _ours(case: Case, operands: Sequence[torch.Tensor], draw: int = 0) -> Named:
     with settings.override(route=case.route), poisoned():
-        return _results(case, case.of_ours, operands)
+        return _results(case, case.of_ours, operands, draw)
 
 
-def _theirs(case: Case, operands: Sequence[torch.Tensor]) -> Named:
+def _theirs(case: Case, operands: Sequence[torch.Tensor], draw: int = 0) -> Named:
     if case.is_widened or case.is_mixed:
-        dtype = compute_dtype([operand.dtype for operand in operands])
+        dtype = compute_dtype([o.dtype for i, o in enumerate(operands) if i not in case.averaged])
         operands = [operand.to(dtype) for operand in operands]
     try:
-        return _results(case, case.of_theirs, operands)
+        return _results(case, case.of_theirs, operands, draw)
     except REFUSALS as error:
         raise TheirError(str(error)) from error
 
 
-def _as_they_are(case: Case, operands: Sequence[torch.Tensor]) -> Named | None:
+def _as_they_are(case: Case, operands: Sequence[torch.Tensor], draw: int = 0) -> Named | None:
     """By PyTorch in several dtypes, where it has such a call: it rounds more often than in the dtype of computation."""
-    return _attempt(lambda: _results(case, case.of_theirs, operands))[0] if case.is_mixed else None
+    return _attempt(lambda: _results(case, case.of_theirs, operands, draw))[0] if case.is_mixed else None
 
 
-def _truth(case: Case, operands: Sequence[torch.Tensor]) -> Named:
+def _truth(case: Case, operands: Sequence[torch.Tensor], draw: int = 0) -> Named:
     """By PyTorch's own kernels, where the operands are: cuDNN's need not centre what they sum. Where ours is float64 too by
     something closer: see truth.py."""
     if operands[0].numel() and any(operand.dtype == torch.float64 for operand in operands):
-        return _results(case, case.of_truth, [operand.double() for operand in operands])
+        return _results(case, case.of_truth, [operand.double() for operand in operands], draw)
     is_on_gpu = operands[0].is_cuda
     with torch.backends.cudnn.flags(enabled=False) if is_on_gpu else nullcontext():
-        return _results(case, case.of_theirs, [operand.double() for operand in operands])
+        return _results(case, case.of_theirs, [operand.double() for operand in operands], draw)
 
 
-def _results(case: Case, function: Callable[..., Any], operands: Sequence[torch.Tensor]) -> Named:
-    """Outputs and gradients. The gradients of the outputs are those of the dtypes that the outputs have in ours, or close:
-    they are rounded to 7 bits, which every dtype has."""
+def _results(case: Case, function: Callable[..., Any], operands: Sequence[torch.Tensor], draw: int) -> Named:
+    """Outputs and gradients. The gradients of the outputs, which are others for each draw, are those of the dtypes that the
+    outputs have in ours, or close: they are rounded to 7 bits, which every dtype has."""
     leaves = [t.detach().requires_grad_(o.wants_grad) for t, o in zip(operands, case.operands, strict=True)]
     outputs = function(*leaves)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -363,7 +369,8 @@ def _results(case: Case, function: Callable[..., Any], operands: Sequence[torch.
     for first, kind in ((0, "gradient"), (100, "second gradient"))[: 1 + case.is_twice]:
         if not grown or not wanted:
             break
-        grads = [gradient_for(output, OF_GRADIENTS + first + k) for k, output in enumerate(grown)]
+        seed = OF_GRADIENTS + 1000 * draw + first
+        grads = [gradient_for(output, seed + k) for k, output in enumerate(grown)]
         found = torch.autograd.grad(grown, [*wanted.values()], grads, allow_unused=True, create_graph=case.is_twice)
         named |= {f"{kind} of {name}": g.detach() for name, g in zip(wanted, found, strict=True) if g is not None}
         grown = [grad for grad in found if grad is not None and grad.requires_grad]

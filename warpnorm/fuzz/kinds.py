@@ -56,6 +56,7 @@ class Kind:
     is_widened: bool = False
     is_mixed: bool = False
     is_twice: bool = False
+    averaged: tuple[int, ...] = ()
     kinks: str = ""
     route: str = "auto"
     may_be_empty: bool = False
@@ -67,7 +68,7 @@ class Kind:
         first = replace(first, values=values)
         return Case(
             self.ours, self.theirs, (first, *others), seed, self.is_fused, self.is_widened, self.is_mixed,
-            is_twice, self.kinks, self.route,
+            is_twice, self.averaged, self.kinks, self.route,
         )  # fmt: skip
 
 
@@ -163,9 +164,11 @@ def channel_kinds(draws: Draws, choice: Choice, norm: str) -> Kind:
     is_mixed = len({operand.dtype for operand in (x, *others)}) > 1
     ours, theirs = text.format("warpnorm"), text.format("F")
     is_twice = can_be_twice(draws, (x, *others))
+    averaged = (len(others) - 1, len(others)) if has_running and is_training else ()
     return Kind(
-        ours, theirs, 2 + spatial, shapes, (x, *others), is_mixed=is_mixed, is_twice=is_twice, may_be_empty=True
-    )
+        ours, theirs, 2 + spatial, shapes, (x, *others), is_mixed=is_mixed, is_twice=is_twice, averaged=averaged,
+        may_be_empty=True,
+    )  # fmt: skip
 
 
 def operands_of(draws: Draws, choice: Choice, parameters: int) -> list[Operand]:

@@ -196,8 +196,11 @@ def average_statistics(running_ptrs, statistics, rows, row_mask, factors):
 
 @triton.jit
 def average(pointers, new, mask, kept, gained):
-    old = tl.load(pointers, mask=mask, other=0.0).to(new.dtype)
-    tl.store(pointers, as_stored(old * kept + new * gained, pointers), mask=mask)
+    """In float64, where what is averaged into is: it loses nothing to a momentum that is small, or zero."""
+    old = tl.load(pointers, mask=mask, other=0.0)
+    if old.dtype != tl.float64:
+        old = old.to(new.dtype)
+    tl.store(pointers, as_stored(old * kept + new.to(old.dtype) * gained, pointers), mask=mask)
 
 
 @triton.jit

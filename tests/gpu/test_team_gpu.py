@@ -47,6 +47,17 @@ def test_every_team(plan: Plan, norm: Norm, rows: int, cols: int, device: str) -
     check_accuracy(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, plan, plan))
 
 
+@pytest.mark.parametrize("cols", [10_007, 20_001, 131_072])
+def test_rows_of_one_value(cols: int, device: str) -> None:
+    """Threads that merge the means of parts all find the same one, which is that value."""
+    values = torch.randn(4096, 1, generator=torch.Generator().manual_seed(cols)).to(device)
+    bias = torch.randn(cols, device=device)
+    with settings.override(route="kernels"):
+        output, mean, _ = warpnorm.layer_norm(values.expand(-1, cols), (cols,), bias=bias, return_stats=True)
+    assert mean.equal(values)
+    assert all(row.equal(bias) for row in output)
+
+
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_no_rows(norm: Norm, device: str) -> None:
     """A team begins with a row, and there is none: sums over rows are zero."""

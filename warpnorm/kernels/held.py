@@ -9,7 +9,7 @@ import triton.language as tl
 
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.merge import keep_statistics
-from warpnorm.kernels.messages import last_message, messages, of_row, send
+from warpnorm.kernels.messages import last_message, messages, of_row, product, send
 from warpnorm.kernels.statistics import (
     coarse_offsets,
     corrected,
@@ -96,11 +96,11 @@ def merge_messages(
     counts = counts_of(members, pieces, cols, BLOCK_ROWS)
     if IS_CORRECTED:
         wide = means.to(tl.float64) + messages(mailbox, number, splits, MOST, 1, WORDS)[0]
-        mean = tl.sum(counts.to(tl.float64) * wide) / tl.sum(counts.to(tl.float64))
+        mean = tl.sum(product(counts.to(tl.float64), wide)) / tl.sum(counts.to(tl.float64))
         deviations = (wide - mean).to(tl.float32)
         return of_row(mean.to(tl.float32)), of_row(tl.sum(squares + counts * deviations * deviations))
     else:  # in two steps, which take less time than one with a division in each of its rounds
-        mean = mean_of(of_row(tl.sum(counts * means)), pieces.to(tl.float32) * cols)
+        mean = mean_of(of_row(tl.sum(product(counts, means))), pieces.to(tl.float32) * cols)
         deviations = means - tl.sum(mean)
         return mean, of_row(tl.sum(squares + counts * deviations * deviations))
 

@@ -90,6 +90,19 @@ def messages(
     return first, second, lanes
 
 
+MULTIPLY_32, MULTIPLY_64 = tl.constexpr("mul.rn.f32 $0, $1, $2;"), tl.constexpr("mul.rn.f64 $0, $1, $2;")
+
+
+@triton.jit
+def product(a, b):
+    """Of what is added up next, each number by a thread of its own. Rounded all the same: a thread that adds its product to
+    another's before it rounds it has another sum than that one, and so on; each would find a mean of its own."""
+    if a.dtype == tl.float64:
+        return tl.inline_asm_elementwise(MULTIPLY_64, "=d,d,d", [a, b], dtype=tl.float64, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise(MULTIPLY_32, "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1)
+
+
 @triton.jit
 def of_row(number):
     return tl.zeros((1,), tl.float32) + number

@@ -10,7 +10,7 @@ import triton.language as tl
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.chain import let_next_begin
 from warpnorm.kernels.masks import block_columns, rows_mask
-from warpnorm.kernels.messages import last_message, messages, of_row, send
+from warpnorm.kernels.messages import last_message, messages, of_row, product, send
 from warpnorm.kernels.statistics import (
     add_terms,
     corrected,
@@ -54,9 +54,9 @@ def receive_statistics(
     if IS_CENTERED:
         count = tl.minimum(tl.maximum(cols - lanes * PART, 0), PART).to(tl.float32)
         if IS_CORRECTED:
-            mean = tl.sum(count * first, 0) / cols
+            mean = tl.sum(product(count, first), 0) / cols
             deviation = first - mean
-            weighted = count * deviation
+            weighted = product(count, deviation)
             off, squares = sums_of((weighted, second + weighted * deviation), 0, 2)
             mean, squares = corrected(of_row(mean), of_row(squares), of_row(off), cols)
         else:

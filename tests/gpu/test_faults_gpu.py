@@ -58,7 +58,8 @@ def test_the_device_has_no_more_memory(direction: str, launcher: str, device: st
 
 
 FIRST = """
-import sys
+import faulthandler, sys
+faulthandler.enable()  # a process that aborts says where its threads are
 import torch, torch.nn.functional as F
 import warpnorm
 
@@ -96,7 +97,7 @@ def test_four_processes_make_the_first_call(tmp_path: Path) -> None:
             child.stdin.close()
             child.stdin = None
         for child in children:
-            said.append((child.communicate(timeout=300)[1][-2000:], child.returncode))
+            said.append((child.communicate(timeout=300)[1][-4000:], child.returncode))
     finally:
         for child in children:
             child.kill()

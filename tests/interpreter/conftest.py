@@ -20,7 +20,8 @@ if not settings.is_interpreting():
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     select(config, items, "interpreter", ("test_contracts.py", "test_channels.py"), one_in=20)
-    select(config, items, "interpreter", ("test_teams.py", "test_repeat.py"), one_in=4, keeps_lone=True)
+    some = ("test_teams.py", "test_repeat.py", "test_repeat_channels.py")
+    select(config, items, "interpreter", some, one_in=4, keeps_lone=True)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@ when only the order of its sums is another. That noise is measured: PyTorch's mo
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -84,7 +84,8 @@ class Size:
     shuffles: int
 
 
-SMALL = Size(channels=16, pixels=8, batch=16, steps=50, shuffles=24)
+SMALL = Size(channels=16, pixels=8, batch=16, steps=50, shuffles=8)
+ON_A_GPU = replace(SMALL, shuffles=24)  # where sums are another order altogether
 TINY = Size(channels=4, pixels=8, batch=4, steps=8, shuffles=8)  # for the interpreter
 
 
@@ -230,4 +231,4 @@ def repeatable() -> Iterator[None]:
 @pytest.mark.parametrize("training", TRAININGS, ids=str)
 def test_training_goes_pytorchs_way(training: Training, device: str) -> None:
     with repeatable():
-        check_training(training, TINY if device == "cpu" else SMALL, device)
+        check_training(training, TINY if device == "cpu" else ON_A_GPU, device)

@@ -85,7 +85,7 @@ class Size:
 
 
 SMALL = Size(channels=16, pixels=8, batch=16, steps=50, shuffles=8)
-ON_A_GPU = replace(SMALL, shuffles=24)  # where sums are another order altogether
+ON_A_GPU = replace(SMALL, shuffles=24)  # where ours and PyTorch's have no order of sums in common
 TINY = Size(channels=4, pixels=8, batch=4, steps=8, shuffles=8)  # for the interpreter
 
 

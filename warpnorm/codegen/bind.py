@@ -82,7 +82,8 @@ Load = Callable[[str], ModuleType]
 def _or_widened_apart(build: Callable[..., Any]) -> Callable[..., Any]:
     """Where values are widened, Triton moves conversions of layouts to before that, and may get its own code out of order,
     which it then refuses (triton-lang/triton issues 6733 and 8257). What it does not know to be widening it leaves where it
-    is; that takes a little longer to compile and as long to run."""
+    is. Every process compiles such a kernel twice, and sees what Triton says of the first time; how fast the second is has
+    not been measured. `explain` shows the first source."""
 
     @wraps(build)
     def attempt(problem: Problem, plan: Plan, device: Device, index: int) -> Any:

@@ -54,11 +54,11 @@ def receive_statistics(
     if IS_CENTERED:
         count = tl.minimum(tl.maximum(cols - lanes * PART, 0), PART).to(tl.float32)
         if IS_CORRECTED:
-            mean = tl.sum(product(count, first), 0) / cols
-            deviation = first - mean
+            mean = mean_of(of_row(tl.sum(product(count, first), 0)), cols)
+            deviation = first - tl.sum(mean)
             weighted = product(count, deviation)
             off, squares = sums_of((weighted, second + weighted * deviation), 0, 2)
-            mean, squares = corrected(of_row(mean), of_row(squares), of_row(off), cols)
+            mean, squares = corrected(mean, of_row(squares), of_row(off), cols)
         else:
             merged = tl.reduce((count, first, second), 0, merge_moments)
             mean, squares = of_row(merged[1]), of_row(merged[2])

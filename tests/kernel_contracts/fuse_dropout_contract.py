@@ -55,8 +55,10 @@ def test_dropout_backward_draws_the_mask_of_forward(spread: str, dtype: torch.dt
     assert (of_x != 0).equal(mask)
 
 
-@pytest.mark.parametrize("cols", [COLS, LONG])
-def test_dropout_is_as_accurate_as_a_mask_at_hand(cols: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("cols", "dtype"), [(COLS, torch.float32), (LONG, torch.float32), (COLS, torch.float64)], ids=str
+)
+def test_dropout_is_as_accurate_as_a_mask_at_hand(cols: int, dtype: torch.dtype, device: str) -> None:
     shape = (3, cols)
     mask = seeded(dropped)(*pair(device, shape))[1].detach() != 0
 
@@ -64,7 +66,7 @@ def test_dropout_is_as_accurate_as_a_mask_at_hand(cols: int, device: str) -> Non
         h = x * mask / 0.7
         return layer(h * torch.sigmoid(r) + r), h
 
-    check_fused(seeded(dropped), plain, lambda seed: [drawn(shape, seed + k, torch.float32, device) for k in (0, 50)])
+    check_fused(seeded(dropped), plain, lambda seed: [drawn(shape, seed + k, dtype, device) for k in (0, 50)])
 
 
 def test_dropout_after_the_norm(device: str) -> None:

@@ -234,7 +234,7 @@ INLINE int64_t abs_i(int64_t x) { return x < 0 ? (int64_t)(0 - (uint64_t)x) : x;
 INLINE int32_t signbit_f(float x) { return (int32_t)(bits_f(x) >> 31); }
 INLINE int32_t signbit_d(double x) { return (int32_t)(bits_d(x) >> 63); }
 
-/* Of a dropout: scale or zero, drawn from the element's number. trace/dropout.py has the same in PyTorch. */
+/* Of a dropout: whether an element is kept, drawn from its number. trace/dropout.py has the same in PyTorch. */
 INLINE uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; round++) {
         uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
@@ -244,9 +244,9 @@ INLINE uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint3
     }
     return c0;
 }
-INLINE float keep(int64_t seed, int64_t offset, int64_t element, uint32_t threshold, float scale, uint32_t stream) {
+INLINE int32_t keep(int64_t seed, int64_t offset, int64_t element, uint32_t threshold, uint32_t stream) {
     uint32_t last = (uint32_t)(((offset >> 32) & 0x7FFF) << 16) | stream | 0x80000000u;
     uint32_t word = philox((uint32_t)element, (uint32_t)(element >> 32), (uint32_t)offset, last, (uint32_t)seed,
                            (uint32_t)(seed >> 32));
-    return word >= threshold ? scale : 0.0f;
+    return word >= threshold;
 }

@@ -133,7 +133,8 @@ class Writer:
         if node.operator == "keep":
             seed, offset, threshold, scale, stream = node.args
             assert isinstance(scale, Literal)
-            return f"keep({seed}, {offset}, drawn * cols + col, {threshold}u, {float(scale.value)!r}f, {stream}u)"
+            is_kept = f"keep({seed}, {offset}, drawn * cols + col, {threshold}u, {stream}u)"
+            return f"({is_kept} ? {self.literal(scale, True)} : 0)"
         if node.operator == "bitwise_not" and node.dtype == torch.bool:
             return f"({node.args[0]} == 0)"
         own = [dtypes[arg] for arg in node.args if isinstance(arg, str)]

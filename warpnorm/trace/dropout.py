@@ -40,7 +40,7 @@ def keep(
     last = (((offset >> 32) & 0x7FFF) << 16) | stream | OUR_STREAMS
     counter = (element & MASK, element >> 32, (offset & MASK).expand_as(element), last.expand_as(element))
     word = philox(counter, (seed & MASK, (seed >> 32) & MASK))
-    return torch.where(word >= threshold, scale, 0.0).to(like.dtype)
+    return (word >= threshold).to(like.dtype) * scale
 
 
 @torch.library.register_fake("warpnorm::keep", lib=_library)

@@ -160,12 +160,11 @@ def _explanation(
     if wanted:
         given = tuple(k for k, dtype in enumerate(call.outputs) if dtype.is_floating_point)
         grads = [outputs[k] for k in given]
-        short = None if prepared.captured.draws else pipeline.shortcut(call, operands)
+        short = pipeline.shortcut_of(call, tuple(views))
         kept, of_call = views, call
         if short is not None:  # backward is that of the sum
-            kept, of_call = [outputs[short.output], *(views[i] for i in short.others)], short.call
-            others = [k + 1 for k, i in enumerate(short.others) if i in wanted]
-            wanted = (*[0] * any(i in wanted for i in short.summed), *others)
+            kept, of_call = short.of(outputs, views), short.call
+            wanted = tuple(k for k, which in enumerate(short.kept) if any(i in wanted for i in which))
         wanted, _ = pipeline.without_twins(of_call, (*kept, *grads), given, wanted)
         problem_and_space = pipeline.backward_problem(of_call, (*kept, *grads), given, wanted)
         backward = _backward(*problem_and_space, kept, grads, device, asm)

@@ -15,7 +15,7 @@ from warpnorm.launch.autograd import composite_gradients, second_gradients, with
 from warpnorm.norms import CHANNEL, FIXED_NORM, GROUPS, Norm
 from warpnorm.problem import FULL, NUMBER, Axes, Call, Running, View, compute_dtype
 from warpnorm.reference import Affine, FixedAffine, Itself, composite, statistics, update_running
-from warpnorm.space import Gradients, shape_of
+from warpnorm.space import shape_of
 from warpnorm.trace import at_hand, capture
 
 on_shards: Callable[[], None] | None = None  # prepares these operators for DTensors; `parallel` says how
@@ -215,8 +215,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch
     ctx.placements = [tensor.placements if is_sharded(tensor) else None for tensor in tensors]
     short = _shortcut(call, tensors) if not numbers else None
     if short is not None:
-        ctx.kept = [short.summed, *((i,) for i in short.others)]
-        tensors = [outputs[short.output], *(tensors[i] for i in short.others)]
+        ctx.kept, tensors = short.kept, short.of(outputs, tensors)
         ctx.text = call_text.written(short.call, tuple(t.dtype for t in tensors))
     ctx.mark_non_differentiable(*without_gradient(call, outputs), *rows)
     ctx.set_materialize_grads(False)
@@ -258,8 +257,7 @@ def _gradients(
     places = [i for i, axes in enumerate(call.axes) if axes != NUMBER]
     given = tuple(i for i, grad in enumerate(grad_outputs) if grad is not None)
     inside, compute = _inside(call, tensors)
-    graphs = capture.forward_graphs(call.prologue, call.epilogue, inside, compute)
-    gradients = Gradients.of(graphs, given, tuple(places[k] for k in mine))
+    gradients = at_hand.gradients(call, inside, compute, given, tuple(places[k] for k in mine))
     same: dict[int, int] = {}
     if not call.norm.is_by_channel and gradients.wanted:
         dtypes = tuple(tensors[places.index(i)].dtype for i in gradients.wanted)
@@ -440,4 +438,6 @@ def _inside(call: Call, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.dt
 
 
 def _shortcut(call: Call, tensors: Sequence[torch.Tensor]) -> at_hand.Shortcut | None:
-    return at_hand.shortcut(call, tuple(t.dtype for t in tensors), *_inside(call, tensors))
+    """The way from a sum as it is: of one that is scaled there is no text."""
+    short = at_hand.shortcut(call, tuple(t.dtype for t in tensors), *_inside(call, tensors))
+    return short if short is not None and isinstance(short.call.prologue, at_hand.Sum) else None

@@ -29,7 +29,7 @@ from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
 from warpnorm.plan.plan import COLUMN, HELD, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
-from warpnorm.space import Gradients, Space, describe_backward, describe_forward, fresh, shape_of
+from warpnorm.space import Space, describe_backward, describe_forward, fresh, shape_of
 from warpnorm.trace import at_hand, capture, differentiate
 from warpnorm.trace.graph import rounded_once
 
@@ -323,7 +323,7 @@ def without_twins(
 ) -> tuple[tuple[int, ...], dict[int, int]]:
     """The operands whose gradients are written, and of the others whose gradient is theirs too."""
     dtypes = inside(call, views)
-    gradients = Gradients.of(capture.forward_graphs(call.prologue, call.epilogue, *dtypes), given, wanted)
+    gradients = at_hand.gradients(call, *dtypes, given, wanted)
     written = tuple(fresh(views[i], call.norm) for i in gradients.wanted)
     same = at_hand.twins(call, *dtypes, gradients, written)
     return tuple(i for i in wanted if i not in same), same
@@ -331,7 +331,10 @@ def without_twins(
 
 def shortcut(call: Call, operands: Tensors) -> at_hand.Shortcut | None:
     """The same call of a sum that is one of its outputs, if it is."""
-    views = tuple(map(View.of, operands))
+    return shortcut_of(call, tuple(map(View.of, operands)))
+
+
+def shortcut_of(call: Call, views: tuple[View, ...]) -> at_hand.Shortcut | None:
     return at_hand.shortcut(call, tuple(view.dtype for view in views), *inside(call, views))
 
 
@@ -482,7 +485,7 @@ def backward_problem(
 ) -> tuple[BackwardProblem, Space]:
     """`views` are those of the operands, then of the gradients of the outputs in `given`."""
     operands, dtypes = views[: len(call.axes)], inside(call, views)
-    gradients = Gradients.of(capture.forward_graphs(call.prologue, call.epilogue, *dtypes), given, wanted)
+    gradients = at_hand.gradients(call, *dtypes, given, wanted)
     graphs = differentiate.backward_graphs(call.prologue, call.epilogue, *dtypes, gradients)
     written = (fresh(operands[i], call.norm) for i in gradients.wanted)
     return describe_backward(call, (*views, *written), gradients, graphs, is_native)

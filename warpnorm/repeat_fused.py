@@ -75,8 +75,8 @@ class FusedRepeat(repeat.Backwards):
         self.saved: tuple[int, ...] = tuple(range(len(operands)))
         self.kept: tuple[tuple[int, ...], ...] | None = None
         if short is not None:
-            self.saved = (-1 - short.output, *short.others)
-            self.kept = (short.summed, *((i,) for i in short.others))
+            self.saved = (*[-1 - short.output] * len(short.kinds), *short.others)
+            self.kept = tuple(short.kept)
         self.shapes = {i: o.shape for i, (o, t) in enumerate(zip(operands, tensors, strict=True)) if o is not t}
 
     def gradients(

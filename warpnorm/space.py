@@ -133,9 +133,11 @@ class Gradients(NamedTuple):
     needs_grad_c: bool
 
     @staticmethod
-    def of(graphs: tuple[Graph, Graph], given: tuple[int, ...], wanted: tuple[int, ...]) -> "Gradients":
+    def of(graphs: tuple[Graph, Graph], given: tuple[int, ...], wanted: tuple[int, ...], kinds: int = 0) -> "Gradients":
+        """`kinds`: so many of the first operands c depends on, whatever the prologue's graph reads."""
         prologue, epilogue = graphs
         by_prologue, by_epilogue = prologue.dependencies([0]), epilogue.dependencies(given)
+        by_prologue |= {operand_name(i) for i in range(kinds)}
         of_epilogue = tuple(i for i in wanted if operand_name(i) in by_epilogue)
         reaches_c = bool(by_epilogue & {"xhat", "c"})
         of_prologue = tuple(i for i in wanted if operand_name(i) in by_prologue and reaches_c)

@@ -139,9 +139,9 @@ def test_teams_share_long_rows(norm: Norm, cols: int, dtype: torch.dtype, target
 
 @pytest.mark.parametrize("target", NVIDIA)
 def test_threads_of_a_team_find_one_mean(target: str) -> None:
-    """Each has the mean of one part, times its columns: rounded before it is added to another's, in both threads. So is their
-    mean before a part's is held against it: a division that may be off by two units is fused with that, and then nobody
-    learns what the mean is rounded off by."""
+    """Each has the mean of one part, times its columns: rounded before it is added to another's, in both threads. So is
+    their mean before a part's is held against it: a division that may be off by two units is fused with that, and then
+    nobody learns what the mean is rounded off by."""
     problem = forward_problem(LAYER_NORM, 10_007, torch.float32)
     plan = choose.forward(problem, KNOWN[target])
     assert plan.pattern == TEAM

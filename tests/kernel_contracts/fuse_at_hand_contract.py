@@ -44,7 +44,45 @@ def read_again(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) ->
     return F.rms_norm(h, h.shape[-1:], weight, 1e-6) * x, h
 
 
-FUNCTIONS = (stream, first, three, alone, twice, read_again)
+def scaled(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = 0.4 * x + residual
+    return F.layer_norm(h, h.shape[-1:], weight), h
+
+
+def halved(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = (x + residual) * 0.5
+    return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+
+def gated(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = x * residual + residual
+    return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+
+def dropped(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    h = F.dropout(x, 0.3) + residual
+    return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+
+def seeded(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(7)
+    return warpnorm.fuse(dropped)(*args)
+
+
+def masked(device: str, dtype: torch.dtype, rows: int) -> Callable[..., Any]:
+    """The function of `seeded`, its mask at hand."""
+    x, residual, weight = operands(device, dtype, rows=rows)
+    mask = seeded(x, torch.zeros_like(residual), weight)[1] != 0
+    assert 0 < mask.sum() < mask.numel()
+
+    def plain(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x * mask / 0.7 + residual
+        return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+    return plain
+
+
+FUNCTIONS = (stream, first, three, alone, twice, read_again, scaled, halved, gated)
 
 
 def operands(device: str, dtype: torch.dtype, seed: int = 0, rows: int = 6) -> list[torch.Tensor]:
@@ -61,18 +99,23 @@ def test_gradients_from_a_sum_are_accurate(function: Callable[..., Any], dtype: 
     check_fused(warpnorm.fuse(function), function, lambda seed: operands(device, dtype, seed))
 
 
-@pytest.mark.parametrize("function", [stream, first], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_from_a_sum_with_dropout_are_accurate(dtype: torch.dtype, device: str) -> None:
+    check_fused(seeded, masked(device, dtype, 6), lambda seed: operands(device, dtype, seed))
+
+
+@pytest.mark.parametrize("function", [stream, first, scaled, halved, dropped], ids=lambda f: f.__name__)
 def test_the_sum_is_kept_and_the_summands_are_not(function: Callable[..., Any], device: str) -> None:
     leaves = leaves_of(device)
     outputs = warpnorm.fuse(function)(*leaves)
-    saved = {t.data_ptr() for t in outputs[0].grad_fn.saved_tensors}
-    total = outputs[1 if function is stream else 0]
+    saved = {t.data_ptr() for t in outputs[0].grad_fn.saved_tensors if t is not None}  # none for numbers
+    total = outputs[0 if function is first else 1]
     assert total.data_ptr() in saved
     assert not saved & {leaf.data_ptr() for leaf in leaves[:2]}
     assert leaves[2].data_ptr() in saved
 
 
-@pytest.mark.parametrize("function", [three, alone, twice, read_again], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [three, alone, twice, read_again, gated], ids=lambda f: f.__name__)
 def test_summands_are_kept_where_the_sum_is_not_enough(function: Callable[..., Any], device: str) -> None:
     leaves = leaves_of(device)
     outputs = warpnorm.fuse(function)(*leaves)
@@ -126,6 +169,11 @@ def test_what_runs_backward_is_explained(device: str) -> None:
         assert backward is not None
         assert len(backward.problem.operands) == operand_count
         assert sum(gradient.axes == "full" for gradient in backward.problem.gradients) == 1
+    backward = warpnorm.explain(dropped, *leaves).backward
+    assert backward is not None
+    assert sum(gradient.axes == "full" for gradient in backward.problem.gradients) == 2
+    assert "keep" not in str(backward.problem.prologue)  # the mask is drawn once
+    assert str(backward.problem.prologue_vjp).count("keep") == 1
 
 
 @pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False, False, True)], ids=str)
@@ -160,7 +208,40 @@ def test_the_sum_changed_in_place_is_noticed_as_in_pytorch(device: str) -> None:
             leaves[0].add_(1.0)
 
 
-@pytest.mark.parametrize("function", [stream, alone], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [stream, alone, scaled, halved], ids=lambda f: f.__name__)
 def test_from_a_sum_differentiated_twice(function: Callable[..., Any], device: str) -> None:
     leaves = [o.requires_grad_() for o in operands(device, torch.float64, rows=2)]
     assert torch.autograd.gradgradcheck(warpnorm.fuse(function), leaves, fast_mode=True)
+
+
+def test_from_a_sum_with_dropout_differentiated_twice(device: str) -> None:
+    leaves = [o.requires_grad_() for o in operands(device, torch.float64, rows=2)]
+    assert torch.autograd.gradgradcheck(seeded, leaves, fast_mode=True)
+    found = []
+    for function in (seeded, masked(device, torch.float64, 2)):
+        outputs = function(*leaves)
+        first = torch.autograd.grad(outputs, leaves, [o.detach().sin() for o in outputs], create_graph=True)
+        found.append(torch.autograd.grad([f.square().sum() for f in first], leaves))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("needed", [(True, False, False), (False, True, True), (False, False, True)], ids=str)
+def test_with_dropout_only_some_gradients_are_needed(needed: tuple[bool, ...], device: str) -> None:
+    found = []
+    for function in (seeded, masked(device, torch.float32, 6)):
+        leaves = [o.requires_grad_(need) for o, need in zip(operands(device, torch.float32), needed, strict=True)]
+        output, total = function(*leaves)
+        found.append(torch.autograd.grad(output, [t for t in leaves if t.requires_grad], total.detach().cos()))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_many_gradients_at_once_from_a_sum_with_dropout(device: str) -> None:
+    leaves = leaves_of(device)
+    output, total = seeded(*leaves)
+    grads = torch.stack([output.detach().sin(), total.detach().cos()])
+    found = torch.autograd.grad(output, leaves, grads, is_grads_batched=True, retain_graph=True)
+    for k, grad in enumerate(grads):
+        for ours, theirs in zip(found, torch.autograd.grad(output, leaves, grad, retain_graph=True), strict=True):
+            torch.testing.assert_close(ours[k], theirs, rtol=1e-4, atol=1e-4)

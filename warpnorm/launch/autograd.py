@@ -10,7 +10,7 @@ from torch.autograd import forward_ad
 
 from warpnorm.problem import Call, Running
 from warpnorm.reference import composite, differentiating
-from warpnorm.trace.at_hand import Shortcut
+from warpnorm.trace.at_hand import ScaledSum, Shortcut
 
 
 class Flow(Protocol):
@@ -48,9 +48,7 @@ class Normalization(torch.autograd.Function):
         ctx.kept = [(i,) for i in range(len(operands))]  # whose gradient that of each kept tensor is
         short = flow.shortcut(call, operands) if any(ctx.needs_input_grad[3:]) else None
         if short is not None:
-            ctx.call = short.call
-            ctx.kept = [short.summed, *((i,) for i in short.others)]
-            operands = (outputs[short.output], *(operands[i] for i in short.others))
+            ctx.call, ctx.kept, operands = short.call, short.kept, tuple(short.of(outputs, operands))
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
         ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands), *statistics)
         ctx.mark_non_differentiable(*without_gradient(call, outputs), *statistics)
@@ -194,14 +192,36 @@ def gradients_of(
     needed = [tuple(i for i in which if i in wanted) for which in kept] if kept is not None else None
     mine = wanted if needed is None else tuple(k for k, which in enumerate(needed) if which)
     found: dict[int, Any]
-    if are_batched(grad_outputs):
+    if not (is_differentiated() or are_batched(grad_outputs)):
+        found = dict(flow.backward(call, operands, grad_outputs, statistics, mine))
+    elif isinstance(call.prologue, ScaledSum):
+        found = _of_kinds(flow, call, call.prologue, operands, grad_outputs, statistics, mine)
+    elif are_batched(grad_outputs):
         found = composite_gradients(call, operands, grad_outputs, mine)
-    elif is_differentiated():
+    else:
         gradients = NormalizationBackward.apply(flow, call, mine, tuple(statistics), *grad_outputs, *operands)
         found = dict(zip(mine, gradients, strict=True))
-    else:
-        found = dict(flow.backward(call, operands, grad_outputs, statistics, mine))
     return found if needed is None else {i: found.get(k) for k, which in enumerate(needed) for i in which}
+
+
+def _of_kinds(
+    flow: Flow,
+    call: Call,
+    scaled: ScaledSum,
+    operands: Sequence[Any],
+    grad_outputs: Sequence[torch.Tensor | None],
+    statistics: Sequence[torch.Tensor],
+    wanted: tuple[int, ...],
+) -> dict[int, Any]:
+    """By way of the gradient of the sum, which is a tensor of its own then, and has a history."""
+    last = len(scaled.firsts) - 1  # of the kinds, whose place the sum has among the other operands
+    of_sum = tuple(dict.fromkeys(max(k - last, 0) for k in wanted))
+    found = gradients_of(flow, scaled.plain(call), operands[last:], grad_outputs, statistics, of_sum)
+    grad_sum = found.pop(0, None)
+    found = {k + last: gradient for k, gradient in found.items()}
+    if grad_sum is not None:
+        found |= {k: g for k, g in enumerate(scaled.gradients(operands, grad_sum)) if k in wanted}
+    return found
 
 
 def are_batched(grads: Sequence[torch.Tensor | None]) -> bool:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Proxy
 
-from warpnorm import parallel, pipeline
+from warpnorm import packed, parallel, pipeline
 from warpnorm.errors import InputError
 from warpnorm.fuse import fuse
 from warpnorm.library import is_sharded
@@ -202,10 +202,14 @@ class QKNorm(torch.nn.Module):
                 f"QKNorm: takes (..., heads, {self.head_dim}) with at least {count} heads, but input has shape "
                 f"{tuple(x.shape)}"
             )
-        packed, v = x.split(
+        others = (_beside(x, self._is_query(x.device)),)
+        sizes, weights = (self.q_heads, self.k_heads), (self.q_weight, self.k_weight)
+        if found := packed.normalize(QKNorm.__dict__["_normalize"], self, others, x, sizes, weights):
+            return found[0], found[1], found[2]
+        both, v = x.split(
             (count, x.shape[-2] - count), -2
         )  # unlike those of slices, their gradients are put together once
-        normalized = self._normalize(packed, _beside(x, self._is_query(x.device)))
+        normalized = self._normalize(both, *others)
         if pipeline.is_left_alone((x,)):  # vmap has no rule for the other
             return *normalized.split((self.q_heads, self.k_heads), -2), v
         q, k = torch.unsafe_split_with_sizes(normalized, (self.q_heads, self.k_heads), -2)  # either may be written into

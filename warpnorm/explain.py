@@ -22,6 +22,7 @@ from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN, HELD, LONG_ROW, ROW, Plan
 from warpnorm.problem import NUMBER, TILES, BackwardProblem, Call, ForwardProblem, Operand, View, operand_name
 from warpnorm.space import Space
+from warpnorm.trace import at_hand
 
 DEFAULT_TARGET = "sm_90"
 NATIVE = "as native code on the CPU"
@@ -160,7 +161,7 @@ def _explanation(
     if wanted:
         given = tuple(k for k, dtype in enumerate(call.outputs) if dtype.is_floating_point)
         grads = [outputs[k] for k in given]
-        short = pipeline.shortcut_of(call, tuple(views))
+        short = at_hand.shortcut(call, tuple(v.dtype for v in views), *pipeline.inside(call, views))
         kept, of_call = views, call
         if short is not None:  # backward is that of the sum
             kept, of_call = short.of(outputs, views), short.call

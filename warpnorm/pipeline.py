@@ -8,7 +8,7 @@ are compiled once for each problem, and a problem knows no row count."""
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -283,26 +283,30 @@ def backward(
     statistics: Sequence[torch.Tensor],
     wanted: tuple[int, ...],
     plan: Plan | None = None,
+    into: Mapping[int, torch.Tensor] | None = None,
 ) -> dict[int, torch.Tensor]:
-    """The gradients of the operands in `wanted`; those that do not depend on any output are left out."""
+    """The gradients of the operands in `wanted` that depend on an output, written `into` what is there for an operand."""
     operands = [in_memory(operand) for operand in operands]
     given = tuple(i for i, grad in enumerate(grad_outputs) if grad is not None)
     grads = tuple(grad.resolve_neg() for grad in grad_outputs if grad is not None)
     views = tuple(View.of(tensor) for tensor in (*operands, *grads))
     wanted, same = without_twins(call, views, given, wanted)
-    launch = prepare_backward(call, views, grads[0].device, given, wanted, plan)
-    wanting: list[torch.Tensor] = [operands[i] for i in launch.problem.wanted]  # type: ignore[misc]
-    dtypes = [gradient.dtype for gradient in launch.problem.gradients]
-    gradients = empty_gradients(call, wanting, dtypes)
+    how = (call, views, grads[0].device, given, wanted)
+    places = tuple((i, View.of(tensor)) for i, tensor in into.items()) if into else ()
+    launch = prepare_backward(*how, plan, places)
+    problem, found = launch.problem, dict(into or {})
+    others = {i: g.dtype for i, g in zip(problem.wanted, problem.gradients, strict=True) if i not in found}
+    made = empty_gradients(call, [operands[i] for i in others], [*others.values()])  # type: ignore[misc]
+    found |= zip(others, made, strict=True)
+    gradients = tuple(found[i] for i in problem.wanted)
     if gradients:
         try:
             launch(operands, grads, statistics, gradients)
         except RuntimeError as error:
             if plan is not None or not refuses_teams(error, grads[0].device):
                 raise
-            prepare_backward(call, views, grads[0].device, given, wanted, None)(operands, grads, statistics, gradients)
-    pairs = zip(launch.problem.wanted, gradients, wanting, strict=True)
-    found = {i: g if g.dtype is o.dtype else g.to(o.dtype) for i, g, o in pairs}
+            prepare_backward(*how, None, places)(operands, grads, statistics, gradients)
+    found = {i: g.to(operands[i].dtype) for i, g in found.items()}  # type: ignore[union-attr]
     return found | {twin: found[i] for twin, i in same.items()}
 
 
@@ -331,10 +335,7 @@ def without_twins(
 
 def shortcut(call: Call, operands: Tensors) -> at_hand.Shortcut | None:
     """The same call of a sum that is one of its outputs, if it is."""
-    return shortcut_of(call, tuple(map(View.of, operands)))
-
-
-def shortcut_of(call: Call, views: tuple[View, ...]) -> at_hand.Shortcut | None:
+    views = tuple(map(View.of, operands))
     return at_hand.shortcut(call, tuple(view.dtype for view in views), *inside(call, views))
 
 
@@ -436,8 +437,9 @@ def prepare_backward(
     given: tuple[int, ...],
     wanted: tuple[int, ...],
     plan: Plan | None,
+    into: tuple[tuple[int, View], ...] = (),
 ) -> "BackwardLaunch | ColumnBackwardLaunch | HeldBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
-    problem, space = backward_problem(call, views, given, wanted, is_native(device))
+    problem, space = backward_problem(call, views, given, wanted, is_native(device), into)
     if is_native(device):
         from warpnorm.cpu import build, fallback, run
 
@@ -481,13 +483,14 @@ def forward_problem(call: Call, views: Sequence[View], is_native: bool = False) 
 
 
 def backward_problem(
-    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...], is_native: bool = False
-) -> tuple[BackwardProblem, Space]:
-    """`views` are those of the operands, then of the gradients of the outputs in `given`."""
+    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...], is_native: bool = False,
+    into: Sequence[tuple[int, View]] = (),
+) -> tuple[BackwardProblem, Space]:  # fmt: skip
+    """`views` are those of the operands, then of the outputs' gradients in `given`; `into` those of some operands'."""
     operands, dtypes = views[: len(call.axes)], inside(call, views)
     gradients = at_hand.gradients(call, *dtypes, given, wanted)
     graphs = differentiate.backward_graphs(call.prologue, call.epilogue, *dtypes, gradients)
-    written = (fresh(operands[i], call.norm) for i in gradients.wanted)
+    written = (dict(into).get(i) or fresh(operands[i], call.norm) for i in gradients.wanted)
     return describe_backward(call, (*views, *written), gradients, graphs, is_native)
 
 

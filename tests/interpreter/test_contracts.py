@@ -10,4 +10,5 @@ from kernel_contracts.fuse_dropout_contract import *  # noqa: F403
 from kernel_contracts.fuse_operators_contract import *  # noqa: F403
 from kernel_contracts.fuse_random_contract import *  # noqa: F403
 from kernel_contracts.opinfo_contract import *  # noqa: F403
+from kernel_contracts.packed_contract import *  # noqa: F403
 from kernel_contracts.plan_contract import *  # noqa: F403

@@ -9,6 +9,7 @@ from kernel_contracts.fuse_dropout_contract import *  # noqa: F403
 from kernel_contracts.fuse_operators_contract import *  # noqa: F403
 from kernel_contracts.fuse_random_contract import *  # noqa: F403
 from kernel_contracts.opinfo_contract import *  # noqa: F403
+from kernel_contracts.packed_contract import *  # noqa: F403
 
 # of plans and launches, which native code has not: test_native.py has what it promises instead
 del test_fused_for_other_row_counts_is_neither_captured_nor_compiled  # noqa: F821

@@ -1,5 +1,6 @@
-"""Peak device memory, as the benchmark measured it: fused functions need no more than eager PyTorch, but for the sums that
-programs leave for each other; norms alone, where PyTorch has no intermediate results either, have such sums too."""
+"""Peak device memory, as the benchmark measured it: forward and backward of fused functions together need no more than eager
+PyTorch's; backward alone neither, but for the sums that programs leave for each other, as norms alone do, where PyTorch has
+no intermediate results either."""
 
 import json
 from pathlib import Path
@@ -17,16 +18,16 @@ from warpnorm.reference import Affine, Itself
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200.json"
 ALONE = ("rms_norm", "layer_norm", "batch_norm", "group_norm", "instance_norm")
-SUMS_OF_FUSED = 512 << 10
+SUMS_BY_CHANNEL = 512 << 10
 # Of backward: a row of each parameter's gradient in float32 for each program, 528 of them at the most on this GPU
 SUMS = 9 << 20
 
 
-def beside_eager() -> list[tuple[Any, int, int]]:
+def beside_eager(of: str = "peak_bytes") -> list[tuple[Any, int, int]]:
     """(record, our peak, eager PyTorch's)"""
     found = []
     for record in json.loads(RESULTS.read_text())["results"]:
-        peaks = {m["rival"]: m.get("peak_bytes") for m in record["measurements"]}
+        peaks = {m["rival"]: m.get(of) for m in record["measurements"]}
         ours, eager = peaks.get("warpnorm"), peaks.get("eager")
         if ours and eager:
             found.append((record, ours, eager))
@@ -35,11 +36,19 @@ def beside_eager() -> list[tuple[Any, int, int]]:
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "alone"])
 def test_no_more_than_eager_but_for_sums(is_fused: bool) -> None:
-    allowed = SUMS_OF_FUSED if is_fused else SUMS
     some = [row for row in beside_eager() if (row[0]["norm"] not in ALONE) == is_fused]
     assert some
-    above = [f"{r['name']}: {ours} bytes, eager {eager}" for r, ours, eager in some if ours > eager + allowed]
-    assert above == []
+    for record, ours, eager in some:
+        allowed = SUMS_BY_CHANNEL if is_fused and record["layout"] else SUMS
+        assert ours <= eager + allowed, record["name"]
+
+
+def test_both_directions_of_fused_functions_need_no_more_than_eager() -> None:
+    some = beside_eager("both_bytes")
+    if not some:
+        pytest.skip("these results are older than the measurement")
+    for record, ours, eager in some:
+        assert ours <= eager or record["norm"] in ALONE, record["name"]
 
 
 def test_a_fused_function_mostly_needs_much_less() -> None:

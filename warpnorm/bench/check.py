@@ -59,11 +59,16 @@ class Subject:
         buffers = _copies(self.buffers)
         if self.case.direction == FORWARD:
             return lambda: self._forward(forward, buffers)
-        leaves = _leaves([*self.full, *self.parameters])
         if self.case.direction == STEP:
-            return lambda: torch.autograd.grad(_several(forward(*leaves, *buffers)), leaves, self.grads)
+            return self.whole(forward)
+        leaves = _leaves([*self.full, *self.parameters])
         outputs = _several(forward(*leaves, *buffers))
         return lambda: torch.autograd.grad(outputs, leaves, self.grads, retain_graph=True)
+
+    def whole(self, forward: Forward) -> Callable[[], Any]:
+        """Both directions."""
+        leaves, buffers = _leaves([*self.full, *self.parameters]), _copies(self.buffers)
+        return lambda: torch.autograd.grad(_several(forward(*leaves, *buffers)), leaves, self.grads)
 
     def _forward(self, forward: Forward, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -134,14 +134,15 @@ def _large(file: ResultFile, rows: Sequence[Row]) -> Iterator[str]:
     yield "Percent of copy speed:"
     yield ""
     libraries, facts = _present(file, rows), _facts(rows)
-    has_memory = any(row.has("peak_bytes") for row in rows)
+    has_memory, has_both = (any(row.has(name) for row in rows) for name in ("peak_bytes", "both_bytes"))
     lines = []
     for row in rows:
         line = [facts[key](row) for key in facts]
         line += [*_cells(row, libraries, lambda m: percent(m.percent)), over(row.over_best())]
-        lines.append(line + [_memory(row)] * has_memory)
+        lines.append(line + [_memory(row)] * has_memory + [_memory(row, "both_bytes")] * has_both)
     headings = [*facts, *map(_text, libraries), "over the best"]
-    yield from _table(headings + ["extra MB, ours / least of the others"] * has_memory, lines, len(facts))
+    headings += ["extra MB, ours / least of the others"] * has_memory + ["with forward"] * has_both
+    yield from _table(headings, lines, len(facts))
 
 
 def _small(file: ResultFile, rows: Sequence[Row]) -> Iterator[str]:
@@ -189,10 +190,10 @@ def _cells(row: Row, libraries: Sequence[str], written: Cell) -> Iterator[str]:
         yield f"**{written(found)}**{mark}" if found.ms == best else f"{written(found)}{mark}"
 
 
-def _memory(row: Row) -> str:
+def _memory(row: Row, of: str = "peak_bytes") -> str:
     ours = row.by(OURS.name)
-    others = [m.peak_bytes for m in row.measured if m.library != OURS.name and m.peak_bytes is not None]
-    own = ours.peak_bytes if ours is not None else None
+    others = [size for m in row.measured if m.library != OURS.name and (size := getattr(m, of)) is not None]
+    own = getattr(ours, of) if ours is not None else None
     return f"{megabytes(own)} / {megabytes(min(others, default=None))}"
 
 

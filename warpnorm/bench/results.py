@@ -29,6 +29,7 @@ class Measured:
     percent: float | None
     wall_ms: float | None
     peak_bytes: int | None
+    both_bytes: int | None
     error: float | None
     method: str | None
     problem: str | None
@@ -219,13 +220,14 @@ def _measured(record: Any, percent_at_one_ms: float) -> Measured:
     percent = _positive(record.get("percent_of_copy")) or (percent_at_one_ms / ms if ms else None)
     # On a CPU every time is a whole call's already
     wall_ms = _positive(record.get("wall_ms")) if method != "wall" else None
-    peak = _positive(record.get("peak_bytes"))
+    peak, both = (_positive(record.get(name)) for name in ("peak_bytes", "both_bytes"))
     return Measured(
         library=str(record["rival"]),
         ms=ms if is_timed else None,
         percent=percent if is_timed else None,
         wall_ms=wall_ms if is_timed else None,
         peak_bytes=int(peak) if peak is not None and is_timed else None,
+        both_bytes=int(both) if both is not None and is_timed else None,
         error=_positive(record.get("error")),
         method=str(method) if method and is_timed else None,
         problem=None if problem is None else " ".join(str(problem).split()),

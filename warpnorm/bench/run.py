@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from warpnorm import repeat, settings
 from warpnorm.bench.ahead import compile_ahead
-from warpnorm.bench.cases import DTYPE_NAMES, STEP, BenchCase
+from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, STEP, BenchCase
 from warpnorm.bench.check import Subject, draws, is_right
 from warpnorm.bench.rivals import OURS, Forward, Rival, build
 from warpnorm.bench.timing import copy_bandwidth, peak_memory, time_calls, time_steps, wall_time
@@ -22,7 +22,8 @@ from warpnorm.bench.timing import copy_bandwidth, peak_memory, time_calls, time_
 @dataclass
 class Measurement:
     """One rival on one case: median milliseconds of the device (`method` says how they were measured), of a plain call, and
-    bytes that a call allocates at once. `problem` says why there is no time, if there is none."""
+    bytes that a call allocates at once, and of a backward those of its forward and it. `problem` says why there is no time,
+    if there is none."""
 
     rival: str
     error: float | None = None
@@ -32,6 +33,7 @@ class Measurement:
     percent_of_copy: float | None = None
     wall_ms: float | None = None
     peak_bytes: int | None = None
+    both_bytes: int | None = None
     problem: str | None = None
 
 
@@ -210,9 +212,11 @@ def _time(subject: Subject, right: Sequence[tuple[Measurement, Forward]], run: R
         for pair in right:
             _time(subject, [pair], run, seconds)
         return
-    for (measurement, _), timing, extra in zip(right, timings, extras, strict=True):
+    for (measurement, function), timing, extra in zip(right, timings, extras, strict=True):
         measurement.ms, measurement.method = timing
         measurement.wall_ms, measurement.peak_bytes = extra or (timing.ms, None)
+        if run.device == "cuda" and case.direction == BACKWARD:
+            measurement.both_bytes = peak_memory(subject.whole(function))
         measurement.percent_of_copy = case.least_bytes / run.copy_bandwidth * 1e3 / timing.ms * 100
 
 

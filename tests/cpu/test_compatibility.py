@@ -101,7 +101,7 @@ FIELDS = (
     "warpnorm commit date torch triton cuda driver python machine device copy_bandwidth missing is_interrupted results"
 )
 OF_ROW = "name norm direction shape layout dtype least_bytes why measurements"
-OF_MEASUREMENT = "rival error is_right ms method percent_of_copy wall_ms peak_bytes both_bytes problem"
+OF_MEASUREMENT = "rival error is_right ms method percent_of_copy wall_ms peak_bytes problem"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "results").glob("*.json")), ids=lambda p: p.stem)

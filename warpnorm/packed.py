@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 
-from warpnorm import pipeline
+from warpnorm import pipeline, settings
 from warpnorm.fuse import Fused, arrange, is_large_call
 from warpnorm.launch.autograd import are_batched, as_input, is_differentiated
 from warpnorm.norms import RMS_NORM
-from warpnorm.problem import COLUMN, FULL, Call
+from warpnorm.problem import COLUMN, FULL, Call, View
 from warpnorm.reference import Affine, Itself, differentiating
+from warpnorm.repeat import forget_refused
 
 DIM = -2  # along which parts lie
+LARGEST_CACHE = 4096
+_seen: dict[Any, "Seen | None"] = {}
 
 
 def normalize(
@@ -22,7 +25,7 @@ def normalize(
     owner: Any,
     others: Sequence[Any],
     x: torch.Tensor,
-    sizes: Sequence[int],
+    sizes: tuple[int, ...],
     weights: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...] | None:
     """(*parts, the rest of x), where that has gradients and kernels or native code run; `fused` is called with the parts
@@ -30,45 +33,112 @@ def normalize(
     tensors = (x, *weights)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors) or pipeline.is_seen_through(tensors):
         return None
-    request = fused.request(owner, (x.narrow(DIM, 0, sum(sizes)), *others), {})
+    if any(t.is_neg() for t in tensors):
+        return None
+    key = (fused, owner.eps, sizes, x.device, settings.current(), *map(View.of, tensors))
+    if key not in _seen:
+        if len(_seen) >= LARGEST_CACHE:
+            _seen.clear()
+        _seen[key] = _look(fused, owner, others, x, sizes, weights)
+    seen = _seen[key]
+    return None if seen is None else PackedNorm.apply(seen, others, *tensors)
+
+
+def _look(
+    fused: Fused,
+    owner: Any,
+    others: Sequence[Any],
+    x: torch.Tensor,
+    sizes: tuple[int, ...],
+    weights: Sequence[torch.Tensor],
+) -> "Seen | None":
+    """At a call that was not seen before."""
+    given = (x.narrow(DIM, 0, sum(sizes)), *others, *weights)
+    request = fused.request(owner, given[: 1 + len(others)], {})
     prepared = fused.prepare(request)
     route = pipeline.route(x, *weights, is_large=is_large_call(prepared.captured.call, request.tensors))
-    if route == "reference":
+    order = [next((k for k, t in enumerate(given) if t is tensor), None) for tensor in request.tensors]
+    if route == "reference" or None in order:
         return None
     call, operands = arrange(prepared, request.tensors)
     if route == "native" and not pipeline.takes(call, operands):
         return None
-    return PackedNorm.apply(call, operands, tuple(sizes), *tensors)
+    return Seen(sizes, call, prepared, order)
+
+
+class Seen:
+    """A call, `order` of whose tensors is that of (all parts, *others, *weights), and the launches that it needed so far."""
+
+    def __init__(self, sizes: tuple[int, ...], call: Call, prepared: Any, order: Sequence[Any]) -> None:
+        self.sizes, self.call, self.prepared, self.order = sizes, call, prepared, order
+        self.launches: dict[Any, Any] = {}
+
+    def forward(self, x: torch.Tensor, others: Sequence[Any], weights: Sequence[Any]) -> tuple[torch.Tensor, Any]:
+        given = (x.narrow(DIM, 0, sum(self.sizes)), *others, *weights)
+        _, operands = arrange(self.prepared, [given[i] for i in self.order])
+        outputs = pipeline.empty_outputs(self.call, operands, given[0].shape, x.device)
+        launch = self.launches.get(())
+        if launch is None:
+            views = tuple(map(View.of, (*operands, *outputs)))
+            launch = self.launches[()] = pipeline.prepare_forward(self.call, views, x.device, None)
+        try:
+            statistics = launch(operands, outputs, None)
+        except RuntimeError as error:
+            forget_refused(error, self.launches, x.device)
+            outputs, statistics = pipeline.forward(self.call, operands)
+        return outputs[0], statistics
+
+    def backward(
+        self, operands: tuple[torch.Tensor, ...], grad: torch.Tensor, statistics: Any, wanted: tuple[int, ...],
+        into: dict[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor]:  # fmt: skip
+        """The gradients of one part and its weight."""
+        call = Call(RMS_NORM, 1, self.call.eps, Itself(), Affine(True, False), (FULL, COLUMN), (operands[0].dtype,))
+        views, places = tuple(map(View.of, (*operands, grad))), tuple((i, View.of(t)) for i, t in into.items())
+        launch = self.launches.get((views, wanted, places))
+        if grad.is_neg():
+            return pipeline.backward(call, operands, (grad,), statistics, wanted, into=into)
+        if launch is None:
+            launch = pipeline.prepare_backward(call, views, grad.device, (0,), wanted, None, places)
+            if len(self.launches) >= LARGEST_CACHE:
+                self.launches.clear()
+            self.launches[views, wanted, places] = launch
+        found = into | {i: torch.empty_like(operands[i]) for i in wanted if i not in into}
+        try:
+            launch(operands, (grad,), statistics, tuple(found[i] for i in wanted))
+        except RuntimeError as error:
+            forget_refused(error, self.launches, grad.device)
+            return pipeline.backward(call, operands, (grad,), statistics, wanted, into=into)
+        return found
 
 
 class PackedNorm(torch.autograd.Function):
-    """(call, its operands, sizes of the parts, x, *weights) -> (*parts, the rest of x)."""
+    """(what was seen, others, x, *weights) -> (*parts, the rest of x)."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: Call, operands: Sequence[Any], sizes: tuple[int, ...], x: torch.Tensor, *weights: torch.Tensor
+        ctx: Any, seen: Seen, others: Sequence[Any], x: torch.Tensor, *weights: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        (normalized,), statistics = pipeline.forward(call, operands)
-        ctx.eps, ctx.sizes = call.eps, sizes
+        normalized, statistics = seen.forward(x, others, weights)
+        ctx.seen = seen
         ctx.save_for_backward(x, *weights, *statistics)
         ctx.set_materialize_grads(False)
-        parts = torch.unsafe_split_with_sizes(normalized, sizes, DIM)  # each may be written into
-        return *parts, x.narrow(DIM, sum(sizes), x.shape[DIM] - sum(sizes))
+        parts = torch.unsafe_split_with_sizes(normalized, seen.sizes, DIM)  # each may be written into
+        return *parts, x.narrow(DIM, sum(seen.sizes), x.shape[DIM] - sum(seen.sizes))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         x, *weights, rstd = ctx.saved_tensors
-        needed = ctx.needs_input_grad[3:]
+        seen, needed = ctx.seen, ctx.needs_input_grad[2:]
         if is_differentiated() or are_batched(grads):
-            return None, None, None, *_by_definition(ctx.eps, ctx.sizes, (x, *weights), grads, needed)
+            return None, None, *_by_definition(seen.call.eps, seen.sizes, (x, *weights), grads, needed)
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed[0] else None
         if grad_x is not None and pipeline.is_native(x.device):
             pipeline.reuse_memory((grad_x,))
-        rstd = rstd.view(-1, sum(ctx.sizes))
-        call = Call(RMS_NORM, 1, ctx.eps, Itself(), Affine(True, False), (FULL, COLUMN), (x.dtype,))
+        rstd = rstd.view(-1, sum(seen.sizes))
         found: list[torch.Tensor | None] = []
         start = 0
-        for size, weight, needs_weight, grad in zip(ctx.sizes, weights, needed[1:], grads, strict=False):
+        for size, weight, needs_weight, grad in zip(seen.sizes, weights, needed[1:], grads, strict=False):
             into = {} if grad_x is None else {0: grad_x.narrow(DIM, start, size)}
             of_part: dict[int, torch.Tensor] = {}
             if grad is not None and grad.numel() == 0:
@@ -77,7 +147,7 @@ class PackedNorm(torch.autograd.Function):
                 operands = (x.narrow(DIM, start, size), weight)
                 statistics = (rstd.narrow(1, start, size).contiguous(),)
                 wanted = (*into, *[1] * needs_weight)
-                of_part = pipeline.backward(call, operands, (grad,), statistics, wanted, into=into)
+                of_part = seen.backward(operands, grad, statistics, wanted, into)
             elif into:
                 into[0].zero_()
             found.append(of_part.get(1))
@@ -85,7 +155,7 @@ class PackedNorm(torch.autograd.Function):
         if grad_x is not None:
             rest, grad = grad_x.narrow(DIM, start, x.shape[DIM] - start), grads[-1]
             rest.zero_() if grad is None else rest.copy_(grad)
-        return None, None, None, grad_x, *found
+        return None, None, grad_x, *found
 
 
 def _by_definition(

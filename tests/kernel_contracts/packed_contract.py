@@ -87,18 +87,36 @@ def test_a_token_has_the_same_gradient_beside_others(device: str) -> None:
 def test_packed_gradients_are_written_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the gradient of x itself."""
     made = []
-    backward = packed.pipeline.backward
+    backward = packed.Seen.backward
 
-    def noted(*args: Any, into: dict[int, torch.Tensor], **kwargs: Any) -> Any:
-        made.append(into[0])
-        return backward(*args, into=into, **kwargs)
+    def noted(self: Any, *args: Any) -> Any:
+        made.append(args[-1][0])
+        return backward(self, *args)
 
-    monkeypatch.setattr(packed.pipeline, "backward", noted)
+    monkeypatch.setattr(packed.Seen, "backward", noted)
     module, x = module_of(device), layouts(device, torch.float32)["contiguous"].requires_grad_()
     outputs = module(x)
     (found,) = torch.autograd.grad(outputs, x, [torch.ones_like(o) for o in outputs])
     assert [part.untyped_storage().data_ptr() for part in made] == [found.untyped_storage().data_ptr()] * 2
     assert [part.shape[-2] for part in made] == list(HEADS[:2])
+
+
+def test_a_packed_call_that_was_seen_before(device: str) -> None:
+    """With other weights, of other modules, and another eps."""
+    for eps in (EPS, EPS, 0.5, EPS):
+        module, x = module_of(device), drawn((3, ALL, COLS), 8, torch.float32, device).requires_grad_()
+        module.eps = eps
+        with torch.no_grad():
+            module.q_weight.add_(eps)
+        q, k, v = x.split(HEADS, -2)
+        right = F.rms_norm(q, (COLS,), module.q_weight, eps), F.rms_norm(k, (COLS,), module.k_weight, eps), v
+        leaves, grads = [x, *module.parameters()], [drawn(o.shape, 40, torch.float32, device) for o in right]
+        found = module(x)
+        for a, b in zip(found, right, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        ours, theirs = (torch.autograd.grad(o, leaves, grads) for o in (found, right))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_queries_and_keys_may_be_written_into(device: str) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from warpnorm import pipeline, settings
+from warpnorm import packed, pipeline, settings
 from warpnorm.cpu import build, run
 from warpnorm.launch import shared
 from warpnorm.trace import environment
@@ -139,6 +139,21 @@ def test_mailboxes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(shared._mailboxes) <= 4
 
 
+def test_packed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many layouts of packed heads as there are numbers of tokens, and of their gradients."""
+    monkeypatch.setattr(packed, "_seen", {})
+    monkeypatch.setattr(packed, "LARGEST_CACHE", 4)
+    module = warpnorm.nn.QKNorm(72, 2, 1)
+    for tokens in range(1, 11):
+        x = torch.randn(tokens, 4, 72, requires_grad=True)
+        q, _, _ = module(x)
+        for k in range(6):
+            grad = torch.randn(2, tokens, 72 + k)[..., :72].transpose(0, 1)
+            torch.autograd.grad(q, x, grad, retain_graph=True)
+            assert all(len(seen.launches) <= 4 for seen in packed._seen.values())
+        assert 0 < len(packed._seen) <= 4
+
+
 # What ends each table that begins empty: a test above or in test_memory_flat.py, or that few things are in it
 TABLES = {
     "warpnorm.blocks._queries": "numbers of heads, and devices",
@@ -152,6 +167,7 @@ TABLES = {
     "warpnorm.launch.shared._stock": "MOST_STOCKS",
     "warpnorm.library._seen": "LARGEST_CACHE",
     "warpnorm.locks._all": "locks that somebody has",
+    "warpnorm.packed._seen": "test_packed_calls",
     "warpnorm.parallel.exchange._tallies": "blocks that are open",
     "warpnorm.plan.device._without_teams": "devices",
     "warpnorm.repeat_fused._offered": "test_more_shapes_than_a_cache_takes",

@@ -426,3 +426,17 @@ def straight_through(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
 )
 def test_fused_in_place_and_without_gradient(function: Callable[..., torch.Tensor], device: str) -> None:
     check(function, [(3, COLS), (3, COLS)], device)
+
+
+@pytest.mark.parametrize("cols", [72, 128])
+def test_an_expanded_vector_is_no_scalar(cols: int, device: str) -> None:
+    x, w = (drawn(shape, 70, torch.float32, device).requires_grad_() for shape in ((5, cols), (1,)))
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (cols,), eps=1e-6) * w
+
+    found, right = (call(x, w.expand(cols)) for call in (warpnorm.fuse(function), function))
+    torch.testing.assert_close(found, right)
+    grad = drawn((5, cols), 72, torch.float32, device)
+    for a, b in zip(*(torch.autograd.grad(y, (x, w), grad) for y in (found, right)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -40,10 +40,12 @@ def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, 
     for k, operand in enumerate(operands):
         if operand.device != device:  # a scalar on the CPU beside tensors on a GPU
             operands[k] = operand = operand.to(device)
-        if not operand.requires_grad or not torch.is_grad_enabled():
-            continue
         row_dims = 2 if call.norm.is_by_channel else len(axes[k]) - call.col_dims
         rows, cols = axes[k][:row_dims], axes[k][row_dims:]
+        if not call.norm.is_by_channel and any(cols) and not any(rows) and _is_expanded(operand):
+            operands[k] = operand = operand.contiguous()  # or kernels would take it for a scalar
+        if not operand.requires_grad or not torch.is_grad_enabled():
+            continue
         is_partial = any(cols) and not all(cols)
         if call.norm.is_by_channel:  # of lines, or of everything
             is_partial = is_partial or (any(cols) and not all(rows))
@@ -62,6 +64,10 @@ def leader(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor on the device that the function runs on. One without elements, if there is one: then nothing is launched."""
     found = [t for t in tensors if not is_host_scalar(t)] or list(tensors)
     return next((t for t in found if t.numel() == 0), found[0])
+
+
+def _is_expanded(operand: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(operand.stride(), operand.shape, strict=True))
 
 
 def is_host_scalar(tensor: torch.Tensor) -> bool:

@@ -204,7 +204,8 @@ class QKNorm(torch.nn.Module):
             )
         others = (_beside(x, self._is_query(x.device)),)
         sizes, weights = (self.q_heads, self.k_heads), (self.q_weight, self.k_weight)
-        if found := packed.normalize(QKNorm.__dict__["_normalize"], self, others, x, sizes, weights):
+        is_own = type(self)._normalize is QKNorm._normalize  # and no other class's
+        if is_own and (found := packed.normalize(QKNorm._normalize, self, others, x, sizes, weights)):
             return found[0], found[1], found[2]
         both, v = x.split(
             (count, x.shape[-2] - count), -2

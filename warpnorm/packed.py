@@ -16,8 +16,9 @@ from warpnorm.reference import Affine, Itself, differentiating
 from warpnorm.repeat import forget_refused
 
 DIM = -2  # along which parts lie
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LARGEST_CACHE = 4096
-_seen: dict[Any, "Seen | None"] = {}
+_seen: dict[Any, "Seen"] = {}
 
 
 def normalize(
@@ -28,20 +29,33 @@ def normalize(
     sizes: tuple[int, ...],
     weights: Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, ...] | None:
-    """(*parts, the rest of x), where that has gradients and kernels or native code run; `fused` is called with the parts
-    that have a norm as one tensor, and `others`."""
+    """(*parts, the rest of x), where x has a gradient and kernels or native code run; `fused` is called with the parts that
+    have a norm as one tensor, and `others`."""
     tensors = (x, *weights)
-    if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors) or pipeline.is_seen_through(tensors):
+    if not (torch.is_grad_enabled() and x.requires_grad and any(sizes)) or pipeline.is_seen_through(tensors):
         return None
-    if any(t.is_neg() for t in tensors):
+    if not _are_plain(x, weights) or any(t.is_neg() for t in tensors):
         return None
     key = (fused, owner.eps, sizes, x.device, settings.current(), *map(View.of, tensors))
-    if key not in _seen:
+    seen = _seen.get(key)
+    if seen is None:
+        seen = _look(fused, owner, others, x, sizes, weights)
+        if seen is None:
+            return None
         if len(_seen) >= LARGEST_CACHE:
             _seen.clear()
-        _seen[key] = _look(fused, owner, others, x, sizes, weights)
-    seen = _seen[key]
-    return None if seen is None else PackedNorm.apply(seen, others, *tensors)
+        _seen[key] = seen
+    return PackedNorm.apply(seen, others, *tensors) if seen.is_worth_it else None
+
+
+def _are_plain(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Each part has a vector of its own, and all are computed in the same dtype: a part's backward reads the statistics of
+    them all."""
+    first = weights[0]
+    if first.dtype not in DTYPES or any(w is first for w in weights[1:]):
+        return False
+    kinds = {(w.shape, w.dtype, w.device, w.is_contiguous()) for w in weights}
+    return kinds == {(x.shape[-1:], first.dtype, x.device, True)}
 
 
 def _look(
@@ -58,19 +72,21 @@ def _look(
     prepared = fused.prepare(request)
     route = pipeline.route(x, *weights, is_large=is_large_call(prepared.captured.call, request.tensors))
     order = [next((k for k, t in enumerate(given) if t is tensor), None) for tensor in request.tensors]
-    if route == "reference" or None in order:
+    if None in order:  # a weight that is computed anew each time it is read
         return None
     call, operands = arrange(prepared, request.tensors)
-    if route == "native" and not pipeline.takes(call, operands):
-        return None
-    return Seen(sizes, call, prepared, order)
+    is_worth_it = route == "kernels" or (route == "native" and pipeline.takes(call, operands))
+    return Seen(sizes, call, prepared, order, is_worth_it)
 
 
 class Seen:
     """A call, `order` of whose tensors is that of (all parts, *others, *weights), and the launches that it needed so far."""
 
-    def __init__(self, sizes: tuple[int, ...], call: Call, prepared: Any, order: Sequence[Any]) -> None:
+    def __init__(
+        self, sizes: tuple[int, ...], call: Call, prepared: Any, order: Sequence[Any], is_worth_it: bool
+    ) -> None:
         self.sizes, self.call, self.prepared, self.order = sizes, call, prepared, order
+        self.is_worth_it = is_worth_it  # and not left to PyTorch's operators
         self.launches: dict[Any, Any] = {}
 
     def forward(self, x: torch.Tensor, others: Sequence[Any], weights: Sequence[Any]) -> tuple[torch.Tensor, Any]:
@@ -132,29 +148,28 @@ class PackedNorm(torch.autograd.Function):
         seen, needed = ctx.seen, ctx.needs_input_grad[2:]
         if is_differentiated() or are_batched(grads):
             return None, None, *_by_definition(seen.call.eps, seen.sizes, (x, *weights), grads, needed)
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needed[0] else None
-        if grad_x is not None and pipeline.is_native(x.device):
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if pipeline.is_native(x.device):
             pipeline.reuse_memory((grad_x,))
         rstd = rstd.view(-1, sum(seen.sizes))
         found: list[torch.Tensor | None] = []
         start = 0
         for size, weight, needs_weight, grad in zip(seen.sizes, weights, needed[1:], grads, strict=False):
-            into = {} if grad_x is None else {0: grad_x.narrow(DIM, start, size)}
+            into = {0: grad_x.narrow(DIM, start, size)}
             of_part: dict[int, torch.Tensor] = {}
             if grad is not None and grad.numel() == 0:
                 of_part = {1: torch.zeros_like(weight)}
             elif grad is not None:
                 operands = (x.narrow(DIM, start, size), weight)
                 statistics = (rstd.narrow(1, start, size).contiguous(),)
-                wanted = (*into, *[1] * needs_weight)
+                wanted = (0, *[1] * needs_weight)
                 of_part = seen.backward(operands, grad, statistics, wanted, into)
-            elif into:
+            else:
                 into[0].zero_()
             found.append(of_part.get(1))
             start += size
-        if grad_x is not None:
-            rest, grad = grad_x.narrow(DIM, start, x.shape[DIM] - start), grads[-1]
-            rest.zero_() if grad is None else rest.copy_(grad)
+        rest, grad = grad_x.narrow(DIM, start, x.shape[DIM] - start), grads[-1]
+        rest.zero_() if grad is None else rest.copy_(grad)
         return None, None, grad_x, *found
 
 

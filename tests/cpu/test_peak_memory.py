@@ -1,6 +1,6 @@
-"""Peak device memory, as the benchmark measured it: forward and backward of fused functions together need no more than eager
-PyTorch's; backward alone neither, but for the sums that programs leave for each other, as norms alone do, where PyTorch has
-no intermediate results either."""
+"""Peak device memory, as the benchmark measured it: fused functions need no more than eager PyTorch, but for the sums that
+programs leave for each other; norms alone, where PyTorch has no intermediate results either, have such sums too. Both
+directions of a fused function together need no more at all, where that was measured."""
 
 import json
 from pathlib import Path
@@ -19,6 +19,7 @@ from warpnorm.reference import Affine, Itself
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200.json"
 ALONE = ("rms_norm", "layer_norm", "batch_norm", "group_norm", "instance_norm")
 SUMS_BY_CHANNEL = 512 << 10
+UNITS = KNOWN["sm_90"].units
 # Of backward: a row of each parameter's gradient in float32 for each program, 528 of them at the most on this GPU
 SUMS = 9 << 20
 
@@ -39,7 +40,8 @@ def test_no_more_than_eager_but_for_sums(is_fused: bool) -> None:
     some = [row for row in beside_eager() if (row[0]["norm"] not in ALONE) == is_fused]
     assert some
     for record, ours, eager in some:
-        allowed = SUMS_BY_CHANNEL if is_fused and record["layout"] else SUMS
+        of_rows = 0 if record["layout"] else UNITS * record["shape"][-1] * 4  # a row of float32 for each multiprocessor
+        allowed = SUMS_BY_CHANNEL + of_rows if is_fused else SUMS
         assert ours <= eager + allowed, record["name"]
 
 

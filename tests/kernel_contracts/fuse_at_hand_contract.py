@@ -151,6 +151,18 @@ def test_gradients_of_summands_are_one_tensor_but_never_in_two_leaves(
     assert leaves[1].grad.equal(kept)
 
 
+def test_gradients_of_summands_that_are_scaled_apart_are_tensors_of_their_own(device: str) -> None:
+    def apart(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = 2 * x + 2 * residual
+        return F.rms_norm(h, h.shape[-1:], weight, 1e-6), h
+
+    leaves = leaves_of(device)
+    outputs = warpnorm.fuse(apart)(*leaves)
+    found = torch.autograd.grad(outputs, leaves[:2], [torch.ones_like(o) for o in outputs])
+    assert found[0].equal(found[1])
+    assert found[0].data_ptr() != found[1].data_ptr()
+
+
 def test_gradients_of_casts_are_tensors_of_their_own(device: str) -> None:
     x, residual, weight = leaves_of(device, torch.bfloat16)
 

@@ -205,6 +205,8 @@ def _time(subject: Subject, right: Sequence[tuple[Measurement, Forward]], run: R
         calls = [subject.timed(function) for _, function in right]
         timings = (time_steps if is_step else time_calls)(calls, run.device, seconds) if calls else []
         extras = [(wall_time(call), peak_memory(call)) if run.device == "cuda" else None for call in calls]
+        has_both = run.device == "cuda" and case.direction == BACKWARD
+        both = [peak_memory(subject.whole(function)) if has_both else None for _, function in right]
     except Exception as error:
         if len(right) == 1:
             right[0][0].problem = in_a_line(error)
@@ -212,11 +214,10 @@ def _time(subject: Subject, right: Sequence[tuple[Measurement, Forward]], run: R
         for pair in right:
             _time(subject, [pair], run, seconds)
         return
-    for (measurement, function), timing, extra in zip(right, timings, extras, strict=True):
+    for (measurement, _), timing, extra, both_bytes in zip(right, timings, extras, both, strict=True):
+        measurement.both_bytes = both_bytes
         measurement.ms, measurement.method = timing
         measurement.wall_ms, measurement.peak_bytes = extra or (timing.ms, None)
-        if run.device == "cuda" and case.direction == BACKWARD:
-            measurement.both_bytes = peak_memory(subject.whole(function))
         measurement.percent_of_copy = case.least_bytes / run.copy_bandwidth * 1e3 / timing.ms * 100
 
 

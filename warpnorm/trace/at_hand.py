@@ -27,7 +27,7 @@ class Sum:
 @dataclass(frozen=True)
 class ScaledSum:
     """The same where summands are multiplied by numbers that depend on none of them, as dropout does. Operands that are
-    multiplied by the same are a kind, of which the first stands among `count` operands of the `prologue` at `firsts`: the
+    multiplied together are a kind, of which the first stands among `count` operands of the `prologue` at `firsts`: the
     sum is an operand for each, and its gradient by each is that of the kind. `others` is where the rest stood."""
 
     prologue: Prologue
@@ -59,14 +59,16 @@ class _KnownSum(torch.autograd.Function):
     """(scaled, *operands) -> the sum."""
 
     @staticmethod
-    def forward(ctx: Any, scaled: ScaledSum, *operands: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, scaled: ScaledSum, *operands: Any) -> torch.Tensor:
         ctx.scaled = scaled
-        ctx.save_for_backward(*operands)
+        ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
+        ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands))
         return operands[0].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, *ctx.scaled.gradients(ctx.saved_tensors, *grads), *(None for _ in ctx.scaled.others))
+        operands = [n if o is None else o for o, n in zip(ctx.saved_tensors, ctx.numbers, strict=True)]
+        return (None, *ctx.scaled.gradients(operands, *grads), *(None for _ in ctx.scaled.others))
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ def _is_full(axes: Any) -> bool:
 
 
 def _summands(prologue: Graph, names: dict[str, int]) -> dict[int, tuple[Value, ...]]:
-    """The operands that a graph adds, each once, and what each is multiplied by before, masks of dropouts and numbers; if it
-    does nothing else."""
+    """The operands that a graph adds, each once, and where each is multiplied before, by masks of dropouts and numbers; if
+    it does nothing else."""
     parts: dict[Any, dict[int, tuple[Value, ...]]] = {name: {i: ()} for name, i in names.items()}
     masks: set[Value] = set()
     for node in prologue.nodes:
@@ -164,7 +166,7 @@ def _summands(prologue: Graph, names: dict[str, int]) -> dict[int, tuple[Value, 
             continue
         added = [parts[arg] for arg in node.args if arg in parts]
         factors = tuple(arg for arg in node.args if arg in masks or isinstance(arg, Literal))
-        found = {i: (*before, *factors) for part in added for i, before in part.items()}
+        found = {i: (*before, *[node.name] * len(factors)) for part in added for i, before in part.items()}
         is_linear = (node.operator, len(added), len(factors)) in (("add", 2, 0), ("mul", 1, 1))
         if not is_linear or len(found) < sum(map(len, added)):
             return {}

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -195,6 +196,29 @@ def test_a_compiler_that_refuses_a_call(said: str, monkeypatch: pytest.MonkeyPat
     build_otherwise(monkeypatch, lambda text: text.replace("#include", f"{said}\n#include", 1))
     for found, truth in zip(both(x, w), expected, strict=True):
         torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_a_compiler_that_refuses_the_backward_of_a_dropout(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+    """Which begins with the sum, and draws the mask again: by PyTorch's operators."""
+    monkeypatch.undo()
+
+    def dropped(x: torch.Tensor, r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = F.dropout(x, 0.3) + r
+        return F.rms_norm(h, h.shape[-1:], eps=1e-6), h
+
+    def refuse(*args: Any) -> Any:
+        raise build.CompilerError("for once")
+
+    leaves = [t.requires_grad_() for t in operands(40)[:2]]
+    gradients = []
+    for prepare in (run.prepare_backward, refuse):
+        monkeypatch.setattr(run, "prepare_backward", prepare)
+        pipeline.prepare_backward.cache_clear()
+        torch.manual_seed(0)
+        outputs = warpnorm.fuse(dropped)(*leaves)
+        gradients.append(torch.autograd.grad(outputs, leaves, [o.detach().sin() for o in outputs]))
+    for found, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
 
 
 def test_explain_says_what_runs(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:

@@ -13,6 +13,7 @@ from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_N
 from warpnorm.problem import FULL, Axes, Call, Running, compute_dtype
 from warpnorm.reference import Affine, FixedAffine, Itself
 from warpnorm.trace import handlers
+from warpnorm.trace.arrange import spread
 
 Shape = int | Sequence[int]
 # What PyTorch's operators raise on input that the checked path below either takes or refuses in one clear sentence.
@@ -482,7 +483,7 @@ def _by_channel_kernels(
 
 
 def _by_channel(parameter: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return repeat.spread(parameter).view(-1, *[1] * (input.ndim - 2))
+    return spread(parameter).view(-1, *[1] * (input.ndim - 2))
 
 
 # What a capture does with each of these

@@ -39,7 +39,7 @@ def normalize(
     key = (fused, owner.eps, sizes, x.device, settings.current(), *map(View.of, tensors))
     seen = _seen.get(key)
     if seen is None:
-        seen = _look(fused, owner, others, x, sizes, weights)
+        seen = _look(fused, owner, (x.narrow(DIM, 0, sum(sizes)), *others), weights, sizes)
         if seen is None:
             return None
         if len(_seen) >= LARGEST_CACHE:
@@ -59,19 +59,14 @@ def _are_plain(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
 
 
 def _look(
-    fused: Fused,
-    owner: Any,
-    others: Sequence[Any],
-    x: torch.Tensor,
-    sizes: tuple[int, ...],
-    weights: Sequence[torch.Tensor],
+    fused: Fused, owner: Any, given: tuple[Any, ...], weights: Sequence[torch.Tensor], sizes: tuple[int, ...]
 ) -> "Seen | None":
-    """At a call that was not seen before."""
-    given = (x.narrow(DIM, 0, sum(sizes)), *others, *weights)
-    request = fused.request(owner, given[: 1 + len(others)], {})
+    """At a call that was not seen before; `given` are the arguments of `fused`."""
+    request = fused.request(owner, given, {})
     prepared = fused.prepare(request)
-    route = pipeline.route(x, *weights, is_large=is_large_call(prepared.captured.call, request.tensors))
-    order = [next((k for k, t in enumerate(given) if t is tensor), None) for tensor in request.tensors]
+    route = pipeline.route(given[0], *weights, is_large=is_large_call(prepared.captured.call, request.tensors))
+    known = (*given, *weights)
+    order = [next((k for k, t in enumerate(known) if t is tensor), None) for tensor in request.tensors]
     if None in order:  # a weight that is computed anew each time it is read
         return None
     call, operands = arrange(prepared, request.tensors)

@@ -18,6 +18,7 @@ from warpnorm.norms import LAYER_NORM, Norm
 from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View, address_of
 from warpnorm.reference import Affine, Itself
 from warpnorm.settings import Settings
+from warpnorm.trace.arrange import spread
 
 LARGEST_CACHE = 4096
 # Bytes of statistics that nobody reads up to which they have a place of their own, instead of an allocation each time
@@ -272,11 +273,6 @@ def _as_operator(
 def _shaped(statistics: Sequence[torch.Tensor], input: torch.Tensor, col_dims: int) -> list[torch.Tensor]:
     shape = (*input.shape[: input.ndim - col_dims], *[1] * col_dims)
     return [statistic.view(shape) for statistic in statistics]
-
-
-def spread(parameter: torch.Tensor) -> torch.Tensor:
-    """An expanded parameter, which the kernels would take for a scalar, with a value for each column."""
-    return parameter.contiguous() if 0 in parameter.stride() else parameter
 
 
 class Backwards:

@@ -42,8 +42,8 @@ def arrange(prepared: Prepared, tensors: Sequence[torch.Tensor]) -> tuple[Call, 
             operands[k] = operand = operand.to(device)
         row_dims = 2 if call.norm.is_by_channel else len(axes[k]) - call.col_dims
         rows, cols = axes[k][:row_dims], axes[k][row_dims:]
-        if not call.norm.is_by_channel and any(cols) and not any(rows) and _is_expanded(operand):
-            operands[k] = operand = operand.contiguous()  # or kernels would take it for a scalar
+        if not call.norm.is_by_channel and any(cols) and not any(rows):
+            operands[k] = operand = spread(operand)
         if not operand.requires_grad or not torch.is_grad_enabled():
             continue
         is_partial = any(cols) and not all(cols)
@@ -66,8 +66,9 @@ def leader(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return next((t for t in found if t.numel() == 0), found[0])
 
 
-def _is_expanded(operand: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for stride, size in zip(operand.stride(), operand.shape, strict=True))
+def spread(parameter: torch.Tensor) -> torch.Tensor:
+    """An expanded parameter, which the kernels would take for a scalar, with a value for each column."""
+    return parameter.contiguous() if 0 in parameter.stride() else parameter
 
 
 def is_host_scalar(tensor: torch.Tensor) -> bool:

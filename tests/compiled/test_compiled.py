@@ -168,6 +168,9 @@ def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
         for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
             # RMSNorm backward keeps 16384 sums in registers: some bytes do not fit, and yet it is faster than a team
             allowed = 32 if (norm, cols, direction, plan.pattern) == (RMS_NORM, 16384, "backward", ROW) else 0
+            # Of a team whose elements are moved alone, the one program that needs masks lacks some registers; with as many
+            # as it needs for all, LayerNorm backward of 50257 columns reaches 43 % of copy speed, and 48 so
+            allowed = 80 if plan.pattern == TEAM and cols % 8 and dtype == torch.bfloat16 else allowed
             assert local_memory(kernel.asm["cubin"]) <= allowed, f"{direction} of {cols} columns with {plan}"
 
 

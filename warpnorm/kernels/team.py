@@ -71,7 +71,7 @@ def receive_statistics(
 def begin_forward(
     row, operands, columns, mailbox, number, strides, sizes, rows, cols,
     LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, IS_CENTERED: tl.constexpr,
-    IS_CORRECTED: tl.constexpr, RECOMPUTES: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, IS_AT_ONCE: tl.constexpr, RECOMPUTES: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Loads a part of a row and sends its mean and M2, or its sum of squares."""
@@ -85,15 +85,19 @@ def begin_forward(
     )  # fmt: skip
     c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
     if IS_CENTERED:
-        if IS_EXACT and not IS_CORRECTED:
+        if IS_AT_ONCE:
             sums = mean_and_squares(c, places, row_mask, CHUNKS, CHUNKS)
         else:
             count = tl.minimum(tl.maximum(cols - tl.program_id(1) * PART, 1), PART)  # a part may be empty
             mean = row_mean(c, places, count, True, CHUNKS, False)
             if RECOMPUTES:
                 c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
-            off, squares = sums_of(row_deviations(c, mean, places, CHUNKS), 1, 2)
-            sums = corrected(mean, squares, off, count)
+            off, squares = row_deviations(c, mean, places, CHUNKS)
+            if IS_CORRECTED:
+                off, squares = sums_of((off, squares), 1, 2)
+                sums = corrected(mean, squares, off, count)
+            else:
+                sums = (mean, tl.sum(squares, 1))
         send(sums, mailbox, number, SPLITS, True, IS_POSITIVE=True)
     else:
         send((row_total(c, places, False, CHUNKS),), mailbox, number, SPLITS, False)
@@ -121,11 +125,12 @@ def finish_forward(
 
 
 @triton.jit
-def team_forward_kernel(
+def walk_forward(
     operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, RECOMPUTES: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_AT_ONCE: tl.constexpr,
+    RECOMPUTES: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     row, programs = tl.program_id(0).to(rows.dtype), tl.num_programs(0)
     FULL_CHUNKS: tl.constexpr = CHUNKS if IS_EXACT else 0
@@ -134,25 +139,53 @@ def team_forward_kernel(
     number = last_message(mailbox, SPLITS) + 1
     begin_forward(
         row, operands, columns, mailbox, number, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE, IS_CENTERED,
-        IS_CORRECTED, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
     for next_row in tl.range(row + programs, rows, programs, num_stages=STAGES):
         begin_forward(
             next_row, operands, columns, mailbox, number + 1, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE,
-            IS_CENTERED, IS_CORRECTED, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+            IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
         finish_forward(
             next_row - programs, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
             eps, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
         number += 1
-    row += (
-        (rows - 1 - row) // programs * programs
-    )  # not carried through the loop, whose loads would not be pipelined then
+    # Not carried through the loop, whose loads would not be pipelined then
+    row += (rows - 1 - row) // programs * programs
     finish_forward(
         row, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, eps,
         LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
+
+
+@triton.jit
+def is_full(cols, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr):
+    """Whether all columns of this program's part are there: then it needs no masks, which are a third of the instructions
+    where elements are moved alone. Of a row that does not fill its team that is so of most parts."""
+    return IS_EXACT or (tl.program_id(1) + 1) * (BLOCK_COLS * CHUNKS) <= cols
+
+
+@triton.jit
+def team_forward_kernel(
+    operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, RECOMPUTES: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    IS_AT_ONCE: tl.constexpr = IS_EXACT and not IS_CORRECTED
+    if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT):
+        walk_forward(
+            operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps, LOAD_COLUMNS, LOAD_ROWS, HOLD,
+            PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, True, SPLITS,
+            STAGES,
+        )  # fmt: skip
+    else:
+        walk_forward(
+            operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps, LOAD_COLUMNS, LOAD_ROWS, HOLD,
+            PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, False, SPLITS,
+            STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -255,14 +288,13 @@ def walk_share(
 
 
 @triton.jit
-def team_backward_kernel(
+def walk_backward(
     operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
     ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, HAS_GROUPS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = ()
@@ -284,5 +316,29 @@ def team_backward_kernel(
             program, programs, rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides, sizes,
             rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
             STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def team_backward_kernel(
+    operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
+    EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
+    ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, HAS_GROUPS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+):  # fmt: skip
+    if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT):
+        walk_backward(
+            operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
+            LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS,
+            ACCUMULATORS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_COLS, CHUNKS, True, SPLITS, STAGES,
+        )  # fmt: skip
+    else:
+        walk_backward(
+            operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
+            LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS,
+            ACCUMULATORS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_COLS, CHUNKS, False, SPLITS, STAGES,
         )  # fmt: skip
     let_next_begin(HAS_NEXT)

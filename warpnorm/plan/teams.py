@@ -27,8 +27,11 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
     """Every element is computed twice: silu(x) * r -> LayerNorm at 32768 is walked by one program, 61, and 52 by a team."""
     is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
     if not problem.has_vectors:
-        # At 50257: RMSNorm 54, LayerNorm 43, walked by one program 38 and 34; fp32 74 and 69, 47 and 36
-        part = Part(2048, 4, 5, 1) if is_half and not is_centered else Part(4096, 4 if is_centered else 8, 3, 1)
+        # At 50257: RMSNorm 69, LayerNorm 54, walked by one program 38 and 34; 62 and 54 with three rows at hand, 65 and 41
+        # with a row in registers until its sums are there. fp32 74 and 69, walked 47 and 36
+        is_narrow = is_half and problem.width <= LARGEST_TEAM * 2048
+        narrow, wide = Part(2048, 2, 6 if is_centered else 8, 1), Part(4096, 4 if is_centered else 8, 3, 1)
+        part = narrow if is_narrow else wide
     else:
         # LayerNorm and RMSNorm at 131072: 78 and 83, at 262144: 78 and 83, walked by one program 59 and 61, 54 and 56.
         # With 8 KB of a row LayerNorm at 131072: 80, at 262144: 71. fp32 at 65536: 88 and 91, walked 63 and 68
@@ -57,8 +60,9 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
     if not problem.needs_grad_xhat or (is_heavy and not problem.has_vectors):
         return None
     if not problem.has_vectors:
-        # At 50257: RMSNorm 46, LayerNorm 40, by blocks of columns 36 and 37; fp32 71 and 65, 46 and 46
-        return Part(2048, 4, 3, 1)
+        # At 50257: RMSNorm 56, LayerNorm 48, by blocks of columns 36 and 37; 51 and 43 with 2048 columns and 4 warps. fp32
+        # 71 and 65, 46 and 46
+        return Part(1024, 2, 8, 1) if is_half and cols <= LARGEST_TEAM * 1024 else Part(2048, 4, 3, 1)
     if is_half and (sums == 2 or (sums == 1 and kept)) and cols <= 65536:
         # LayerNorm at 14336: 78, 64 with 4096 columns, at 16384: 80 and 75, at 32768: 79 and 76; silu(x) * r -> LayerNorm at
         # 16384: 74 and 71, gelu(x + b) -> RMSNorm 57 and 53, RMSNorm * silu(z) 83 and 79

@@ -49,6 +49,7 @@ TYPES = {
 COMPUTE = {torch.float64: tl.float64, torch.float32: tl.float32}
 MERGED = 512  # elements of a block of rows and their pieces, at the most: others need the registers
 ALIGNED = VECTOR_BYTES  # PyTorch's allocators align what we allocate ourselves
+FLOAT8_ARCH = 89  # whose instructions make float8 of float32
 LARGEST_CACHE = 4096  # kernels of a kind; then the oldest goes, but for launches that have it
 
 _lock = Lock()
@@ -87,12 +88,16 @@ def _or_widened_apart(build: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(build)
     def attempt(problem: Problem, plan: Plan, device: Device, index: int) -> Any:
+        def load(source: str) -> ModuleType:
+            return cache.load(pointwise.at_once(source) if has_float8 else source)
+
+        has_float8 = device.backend == "cuda" and int(device.arch) >= FLOAT8_ARCH
         try:
-            return build(problem, plan, device, cache.load)
+            return build(problem, plan, device, load)
         except RuntimeError as error:
             if "PassManager" not in str(error) or device.backend != "cuda":
                 raise
-            return build(problem, plan, device, lambda source: cache.load(pointwise.widened_apart(source)))
+            return build(problem, plan, device, lambda source: load(pointwise.widened_apart(source)))
 
     return attempt
 

@@ -17,6 +17,7 @@ from warpnorm.problem import (
     grad_output_name,
     operand_name,
 )
+from warpnorm.trace.dropout import WORDS
 from warpnorm.trace.operators import TAME, TOTAL, TRITON, TRITON_HALF, is_cast
 
 TYPES = {
@@ -77,7 +78,7 @@ def lines(graph: Graph, problem: Problem) -> list[str]:
         if problem.is_half:
             kind = "erf_beside_one" if node.operator == "erf" and _is_beside_one(node, graph) else node.operator
             template = TRITON_HALF.get(kind, template)
-        found.append(f"{node.name} = {_expression(node, template, dtypes, problem.compute)}")
+        found.append(f"{node.name} = {_expression(node, template, dtypes, problem)}")
     return found
 
 
@@ -102,14 +103,17 @@ def dtypes_of(graph: Graph, problem: Problem) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def _expression(node: Node, template: str, dtypes: dict[str, torch.dtype], compute: torch.dtype) -> str:
+def _expression(node: Node, template: str, dtypes: dict[str, torch.dtype], problem: Problem) -> str:
+    compute = problem.compute
     if is_cast(node.operator):
         return _cast(node, dtypes, compute)
     own = [dtypes[arg] for arg in node.args if isinstance(arg, str)]
     if node.operator == "keep":
         seed, offset, threshold, scale, stream = node.args
         assert isinstance(scale, Literal)
-        return template.format(seed, offset, threshold, _number(scale, template, True, compute), stream)
+        # Of a norm by channel a tile may begin at any column
+        is_by_four = problem.cols_divisor % WORDS == 0 and not problem.norm.is_by_channel
+        return template.format(seed, offset, threshold, _number(scale, template, True, compute), stream, is_by_four)
     common = common_dtype(node, own, compute)
     args = []
     for k, arg in enumerate(node.args):

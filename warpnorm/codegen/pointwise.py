@@ -70,6 +70,11 @@ def widened_apart(source: str) -> str:
     return re.sub(r"(values\[\d+\])\.to\(tl\.float32\)", r"ours.widened(\1)", source)
 
 
+def at_once(source: str) -> str:
+    """The same, but numbers become float8 by one instruction, where it rounds as PyTorch does."""
+    return source.replace("ours.to_e4m3fn(", "ours.to_e4m3fn_at_once(")
+
+
 def _by_lines(problem: ForwardProblem | BackwardProblem) -> list[str]:
     """What the pattern `column` is handed in both directions."""
     if isinstance(problem, ForwardProblem):

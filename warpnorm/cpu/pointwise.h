@@ -235,18 +235,19 @@ INLINE int32_t signbit_f(float x) { return (int32_t)(bits_f(x) >> 31); }
 INLINE int32_t signbit_d(double x) { return (int32_t)(bits_d(x) >> 63); }
 
 /* Of a dropout: whether an element is kept, drawn from its number. trace/dropout.py has the same in PyTorch. */
-INLINE uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+INLINE uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1, uint32_t which) {
     for (int round = 0; round < 10; round++) {
         uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
         uint32_t n0 = (uint32_t)(b >> 32) ^ c1 ^ k0, n2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
         c1 = (uint32_t)b, c3 = (uint32_t)a, c0 = n0, c2 = n2;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    return c0;
+    uint32_t even = which & 2 ? c2 : c0, odd = which & 2 ? c3 : c1;
+    return which & 1 ? odd : even;
 }
 INLINE int32_t keep(int64_t seed, int64_t offset, int64_t element, uint32_t threshold, uint32_t stream) {
     uint32_t last = (uint32_t)(((offset >> 32) & 0x7FFF) << 16) | stream | 0x80000000u;
-    uint32_t word = philox((uint32_t)element, (uint32_t)(element >> 32), (uint32_t)offset, last, (uint32_t)seed,
-                           (uint32_t)(seed >> 32));
+    uint32_t word = philox((uint32_t)(element >> 2), (uint32_t)(element >> 34), (uint32_t)offset, last, (uint32_t)seed,
+                           (uint32_t)(seed >> 32), (uint32_t)element & 3);
     return word >= threshold;
 }

@@ -172,16 +172,34 @@ def remainder(x, y):
 
 
 @triton.jit
-def keep(seed, offset, place, THRESHOLD, SCALE, STREAM):
-    """Of a dropout: SCALE or zero, drawn from the element's number. trace/dropout.py has the same in PyTorch."""
+def draw(seed, offset, number, STREAM):
+    """Four words, from a number."""
     offset = offset.to(tl.int64)
-    element = place[0].to(tl.int64)[:, None] * place[2] + place[1][None, :]
-    low = (element & 0xFFFFFFFF).to(tl.uint32)
-    high = ((element >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    low = (number & 0xFFFFFFFF).to(tl.uint32)
+    high = ((number >> 32) & 0xFFFFFFFF).to(tl.uint32)
     drawn = (offset & 0xFFFFFFFF).to(tl.uint32) + low * 0
     last = ((((offset >> 32) & 0x7FFF) << 16) | STREAM | FIRST_STREAM).to(tl.uint32) + low * 0
-    word = tl.philox(seed.to(tl.int64), low, high, drawn, last)[0]
-    return tl.where(word.to(tl.int64) >= THRESHOLD, SCALE, 0.0)
+    return tl.philox(seed.to(tl.int64), low, high, drawn, last)
+
+
+@triton.jit
+def keep(seed, offset, place, THRESHOLD, SCALE, STREAM, IS_BY_FOUR: tl.constexpr):
+    """Of a dropout: SCALE or zero, drawn from the element's number. trace/dropout.py has the same in PyTorch. IS_BY_FOUR:
+    rows have a multiple of four columns, so that four neighbours of a row have the words of one draw."""
+    COLS: tl.constexpr = place[1].shape[0]
+    if IS_BY_FOUR and COLS % 4 == 0:
+        ROWS: tl.constexpr = place[0].shape[0]
+        even, _ = tl.split(tl.reshape(place[1], (COLS // 4, 2, 2)))
+        first, _ = tl.split(even)
+        number = place[0].to(tl.int64)[:, None] * (place[2] // 4) + (first // 4)[None, :]
+        a, b, c, d = draw(seed, offset, number, STREAM)
+        word = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (ROWS, COLS))
+    else:
+        element = place[0].to(tl.int64)[:, None] * place[2] + place[1][None, :]
+        a, b, c, d = draw(seed, offset, element >> 2, STREAM)
+        which = (element & 3).to(tl.int32)
+        word = tl.where(which < 2, tl.where(which == 0, a, b), tl.where(which == 2, c, d))
+    return tl.where(word >= tl.full((1, 1), THRESHOLD, tl.uint32), SCALE, 0.0)
 
 
 @triton.jit
@@ -198,6 +216,15 @@ def to_e4m3fn(x):
     code = tl.where(magnitude > 0x43E80000, TOO_LARGE, code)  # 464, half a step past the largest
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
     return (code | sign_bit).to(tl.uint8)
+
+
+@triton.jit
+def to_e4m3fn_at_once(x):
+    """The same, by an instruction that NVIDIA's GPUs have from compute capability 8.9 on. What is too large is the largest
+    number for it."""
+    if TOO_LARGE == 0x7F:
+        x = tl.where(tl.abs(x) > 464.0, float("nan"), x)
+    return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit

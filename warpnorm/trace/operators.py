@@ -75,7 +75,7 @@ TRITON: dict[str, str] = {
     "bitwise_xor": "{0} ^ {1}",
     "bitwise_not": "~{0}",
     "where": "tl.where({0}, {1}, {2})",
-    "keep": "ours.keep({0}, {1}, place, {2}, {3}, {4})",
+    "keep": "ours.keep({0}, {1}, place, {2}, {3}, {4}, {5})",
     "convert": "",  # a cast, written by codegen/pointwise.py
 }
 # The same in C: `{s}` is the suffix of a function of cpu/pointwise.h, for float, double or integers.

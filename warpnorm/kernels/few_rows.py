@@ -32,5 +32,10 @@ def sum_columns(
         given = EPILOGUE_VJP(xhat, c, values, columns, place)
         results = PROLOGUE_VJP(xhat, given, values, columns, place)
         accumulators = ACCUMULATE(accumulators, results, mask)
-    for k in tl.static_range(ACCUMULATORS):
+    store_sums(totals, accumulators, col_offsets, col_mask)
+
+
+@triton.jit
+def store_sums(totals, accumulators, col_offsets, col_mask):
+    for k in tl.static_range(len(accumulators)):
         tl.store(totals[k] + col_offsets, as_stored(tl.sum(accumulators[k], 0), totals[k]), mask=col_mask)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.chain import begin, let_next_begin
-from warpnorm.kernels.few_rows import sum_columns
+from warpnorm.kernels.few_rows import store_sums, sum_columns
 from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.statistics import (
     add_terms,
@@ -120,7 +120,7 @@ def row_forward_kernel(
 
 @triton.jit
 def backward_rows(
-    program, programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
+    program, programs, operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups, cols,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
@@ -190,6 +190,11 @@ def backward_rows(
             STORE_PARTIALS(
                 partials, accumulators[chunk], program, program * CHUNKS + chunk, col_offsets, col_mask, cols
             )
+    if len(totals) > 0:
+        if tl.num_programs(0) < programs:  # a lone program has all rows
+            for chunk in tl.static_range(CHUNKS):
+                col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
+                store_sums(totals, accumulators[chunk], col_offsets, col_mask)
 
 
 @triton.jit
@@ -204,19 +209,20 @@ def row_backward_kernel(
     STAGES: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
     IS_CHAINED: tl.constexpr, HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """SUM_COLS: if it is not 0, and there are more than `row_programs`, the others sum over rows, of so many columns."""
+    """SUM_COLS: if it is not 0, and there are more than `row_programs`, the others sum over rows, of so many columns. If
+    there are fewer, it is one, which has all rows."""
     begin(IS_CHAINED)
     program = tl.program_id(0)
     if SUM_COLS == 0:
         backward_rows(
-            program, tl.num_programs(0), operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
-            LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            program, tl.num_programs(0), operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups,
+            cols, LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
             CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT,
         )  # fmt: skip
     elif program < row_programs:
         backward_rows(
-            program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
+            program, row_programs, operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups, cols,
             LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
             CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT,

@@ -71,7 +71,7 @@ def sum_tile(plan: Plan, problem: BackwardProblem) -> tuple[int, int]:
     """Rows and columns that these have at once; none where there are no such programs."""
     if plan.pattern != ROW_PATTERN or not problem.sums_by_columns or problem.cols_class > WIDEST_FEW:
         return 1, 0
-    cols = max(32, min(problem.cols_class // 64, 128))
+    cols = 8 if plan.warps == 1 else max(32, min(problem.cols_class // 64, 128))
     return max(plan.warps * 512 // cols, 16), cols
 
 
@@ -79,7 +79,12 @@ def sum_programs(plan: Plan, space: Space, problem: BackwardProblem) -> int:
     """How many there are."""
     rows, cols = sum_tile(plan, problem)
     is_few = space.rows <= min(FEW_ROWS, FEW_STEPS * rows) and space.groups == 1
-    return -(-space.cols // cols) if cols and is_few else 0
+    return -(-space.cols // cols) if cols and is_few and not is_lone(plan, space, problem) else 0
+
+
+def is_lone(plan: Plan, space: Space, problem: BackwardProblem) -> bool:
+    """Whether one program has all rows, so that its sums are those over all of them."""
+    return sum_tile(plan, problem)[1] > 0 and space.rows <= plan.block_rows and space.groups == 1
 
 
 def _shares(plan: Plan, space: Space) -> tuple[int, int]:

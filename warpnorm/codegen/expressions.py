@@ -153,7 +153,7 @@ def _cast(node: Node, dtypes: dict[str, torch.dtype], compute: torch.dtype) -> s
     source = dtypes[arg] if isinstance(arg, str) else compute
     target = node.dtype
     if target in FLOAT8:
-        return f"ours.from_{FLOAT8[target]}(ours.to_{FLOAT8[target]}({text}.to(tl.float32))).to({TYPES[compute]})"
+        return f"ours.by_way_of_{FLOAT8[target]}({text}.to(tl.float32)).to({TYPES[compute]})"
     if target == torch.bool:
         return f"{text} != 0"
     if not target.is_floating_point:

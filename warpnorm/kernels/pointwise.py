@@ -236,6 +236,11 @@ def from_e4m3fn(code):
 
 
 @triton.jit
+def by_way_of_e4m3fn(x):
+    return from_e4m3fn(to_e4m3fn(x))
+
+
+@triton.jit
 def to_e5m2(x):
     """float32 -> the bits of a float8_e5m2, to nearest even, infinite where it is too large, as PyTorch rounds."""
     bits = x.to(tl.int32, bitcast=True)
@@ -253,3 +258,8 @@ def to_e5m2(x):
 @triton.jit
 def from_e5m2(code):
     return (code.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def by_way_of_e5m2(x):
+    return from_e5m2(to_e5m2(x))

@@ -102,8 +102,8 @@ def test_sixteen_byte_accesses(cols: int, dtype: torch.dtype, target: str) -> No
             assert wide_loads > 0, direction
             assert re.search(rf"st\.global\S*\.v{words}\.b32", code), direction
             singles = re.findall(r"(?:ld|st)\.global\S*\.[bu]16", code)
-            # but for sums over few rows, one for each column
-            allowed = (2 if norm.is_centered else 1) if direction == "backward" and plan.pattern == ROW else 0
+            # but for sums over few rows, one for each column, by programs of their own or a lone one
+            allowed = (4 if norm.is_centered else 2) if direction == "backward" and plan.pattern == ROW else 0
             assert len([s for s in singles if s.startswith("ld")]) == 0, f"{direction}: single elements are loaded"
             assert len(singles) <= allowed, f"{direction}: single elements are stored"
 
@@ -166,11 +166,14 @@ def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
     is_all = target == "sm_90" or os.environ.get("WARPNORM_TEST_ALL") == "1"
     for cols in widths if is_all else widths[::3]:
         for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
-            # RMSNorm backward keeps 16384 sums in registers: some bytes do not fit, and yet it is faster than a team
-            allowed = 32 if (norm, cols, direction, plan.pattern) == (RMS_NORM, 16384, "backward", ROW) else 0
+            # RMSNorm backward keeps 16384 sums in registers: some bytes do not fit, and yet it is faster than a team. So
+            # does LayerNorm's twice 12288 of float32, at 93 % of copy speed
+            case = (norm, cols, direction, plan.pattern)
+            allowed = {(RMS_NORM, 16384, "backward", ROW): 32, (LAYER_NORM, 12288, "backward", ROW): 8}.get(case, 0)
             # Of a team whose elements are moved alone, the one program that needs masks lacks some registers; with as many
             # as it needs for all, LayerNorm backward of 50257 columns reaches 43 % of copy speed, and 48 so
-            allowed = 80 if plan.pattern == TEAM and cols % 8 and dtype == torch.bfloat16 else allowed
+            if plan.pattern == TEAM and cols % 8:
+                allowed = 80 if dtype == torch.bfloat16 else 16
             assert local_memory(kernel.asm["cubin"]) <= allowed, f"{direction} of {cols} columns with {plan}"
 
 

@@ -1,6 +1,6 @@
 """Peak device memory, as the benchmark measured it: fused functions need no more than eager PyTorch, but for the sums that
 programs leave for each other; norms alone, where PyTorch has no intermediate results either, have such sums too. Both
-directions of a fused function together need no more at all, where that was measured."""
+directions of a fused function together need no more at all, where that was measured, and by channel only such sums more."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from warpnorm.problem import COLUMN, FULL, Call, View
 from warpnorm.reference import Affine, Itself
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "h200.json"
-ALONE = ("rms_norm", "layer_norm", "batch_norm", "group_norm", "instance_norm")
+ALONE = ("rms_norm", "layer_norm", "batch_norm", "batch_norm_eval", "group_norm", "instance_norm")
 SUMS_BY_CHANNEL = 512 << 10
 UNITS = KNOWN["sm_90"].units
 # Of backward: a row of each parameter's gradient in float32 for each program, 528 of them at the most on this GPU
@@ -50,7 +50,8 @@ def test_both_directions_of_fused_functions_need_no_more_than_eager() -> None:
     if not some:
         pytest.skip("these results are older than the measurement")
     for record, ours, eager in some:
-        assert ours <= eager or record["norm"] in ALONE, record["name"]
+        allowed = SUMS_BY_CHANNEL if record["layout"] else 0
+        assert ours <= eager + allowed or record["norm"] in ALONE, record["name"]
 
 
 def test_a_fused_function_mostly_needs_much_less() -> None:

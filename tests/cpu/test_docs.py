@@ -58,7 +58,7 @@ def run(program):
 for request in sys.stdin:
     child = os.fork()
     if child == 0:
-        signal.alarm(100)
+        signal.alarm(400)
         print(json.dumps(run(json.loads(request))), file=sys.__stdout__, flush=True)
         os._exit(0)
     _, status = os.waitpid(child, 0)

@@ -31,7 +31,7 @@ def test_a_process_that_dies_is_a_failure_and_the_others_go_on(
     monkeypatch.setattr(workers, "_listen", listen_and_kill)
     monkeypatch.setenv("WARPNORM_CC", "")  # nothing is built
     path = tmp_path / "run.json"
-    options = ["--seed", "7", "--device", "cpu", "--jobs", "2", "--cases", "120", "--json", str(path)]
+    options = ["--seed", "7", "--device", "cpu", "--jobs", "2", "--cases", "400", "--json", str(path)]
     assert main(["fuzz", *options, "--only", *PLAIN]) == 1
     printed = capsys.readouterr().out
     assert printed.startswith("seed 7, on cpu by")
@@ -39,7 +39,7 @@ def test_a_process_that_dies_is_a_failure_and_the_others_go_on(
     assert "died of SIGSEGV" in printed
     assert "1 failure; seed 7" in printed
     written = json.loads(path.read_text())
-    assert written["cases"] >= 120
+    assert written["cases"] >= 400
     (failure,) = written["failures"]
     assert failure["seed"] % 2 == 1, "the first process has every second round"
     assert "return warpnorm.rms_norm(x0" in failure["code"]

@@ -235,19 +235,34 @@ INLINE int32_t signbit_f(float x) { return (int32_t)(bits_f(x) >> 31); }
 INLINE int32_t signbit_d(double x) { return (int32_t)(bits_d(x) >> 63); }
 
 /* Of a dropout: whether an element is kept, drawn from its number. trace/dropout.py has the same in PyTorch. */
-INLINE uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1, uint32_t which) {
+typedef struct { uint32_t word[4]; } draw_t;
+INLINE draw_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
     for (int round = 0; round < 10; round++) {
         uint64_t a = (uint64_t)c0 * 0xD2511F53u, b = (uint64_t)c2 * 0xCD9E8D57u;
         uint32_t n0 = (uint32_t)(b >> 32) ^ c1 ^ k0, n2 = (uint32_t)(a >> 32) ^ c3 ^ k1;
         c1 = (uint32_t)b, c3 = (uint32_t)a, c0 = n0, c2 = n2;
         k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
     }
-    uint32_t even = which & 2 ? c2 : c0, odd = which & 2 ? c3 : c1;
-    return which & 1 ? odd : even;
+    draw_t found = {{c0, c1, c2, c3}};
+    return found;
+}
+INLINE draw_t draw(int64_t seed, int64_t offset, int64_t number, uint32_t stream) {
+    uint32_t last = (uint32_t)(((offset >> 32) & 0x7FFF) << 16) | stream | 0x80000000u;
+    return philox((uint32_t)number, (uint32_t)(number >> 32), (uint32_t)offset, last, (uint32_t)seed, (uint32_t)(seed >> 32));
 }
 INLINE int32_t keep(int64_t seed, int64_t offset, int64_t element, uint32_t threshold, uint32_t stream) {
-    uint32_t last = (uint32_t)(((offset >> 32) & 0x7FFF) << 16) | stream | 0x80000000u;
-    uint32_t word = philox((uint32_t)(element >> 2), (uint32_t)(element >> 34), (uint32_t)offset, last, (uint32_t)seed,
-                           (uint32_t)(seed >> 32), (uint32_t)element & 3);
-    return word >= threshold;
+    draw_t found = draw(seed, offset, element >> 2, stream);
+    uint32_t even = element & 2 ? found.word[2] : found.word[0], odd = element & 2 ? found.word[3] : found.word[1];
+    return (element & 1 ? odd : even) >= threshold;
+}
+/* The words of `count` elements from `first` on: where they begin, of eight more at the most. */
+INLINE const uint32_t *draw_all(uint32_t *words, int64_t seed, int64_t offset, int64_t first, int64_t count, uint32_t stream) {
+    const int64_t from = first >> 2, draws = ((first + count + 3) >> 2) - from;
+#pragma omp simd
+    for (int64_t k = 0; k < draws; k++) {
+        draw_t found = draw(seed, offset, from + k, stream);
+        words[4 * k] = found.word[0], words[4 * k + 1] = found.word[1];
+        words[4 * k + 2] = found.word[2], words[4 * k + 3] = found.word[3];
+    }
+    return words + (first & 3);
 }

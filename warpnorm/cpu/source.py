@@ -11,6 +11,7 @@ from warpnorm.problem import ALONG, BY_ROW, COLUMN, GROUP, SCALAR, TILES, Backwa
 
 FLUSHED = 64  # rows whose sum is taken in the dtype of computation
 TOGETHER = 4  # rows that are walked at a time
+KEEP = re.compile(r"keep\((\w+), (\w+), drawn \* cols \+ col, (\w+), (\w+)\)")
 
 
 def forward(problem: ForwardProblem) -> str:
@@ -69,9 +70,9 @@ class _Rows(Writer):
             self.add(f"const int64_t {name}_at = {base}{self.col_offset(operand)};")
         inside = ["const int64_t col = before + j;", "(void)col;"]
         inside += [self.load(name, operand, self.at(name, operand)) for name, operand in tensors]
-        inside += body
+        inside, draws = self.drawn_before([*inside, *body])
         is_staged = any(self.is_staged(operand) for _, operand in (*tensors, *written))
-        if not sums and not is_staged:
+        if not sums and not is_staged and not draws:
             self.add("#pragma omp simd", f"for (int64_t j = 0; j < {last}; j++) {{", *inside, "}", "}")
             return
         is_narrow = not any("(double)" in line for line in inside)
@@ -89,6 +90,10 @@ class _Rows(Writer):
         if is_staged:
             self.stage(tensors, "start", "stop - start", self.block)
             self.open_stage(written, self.block)
+        for k, (seed, offset, stream) in enumerate(draws):
+            self.add(f"uint32_t words{k}[{self.block + 8}];")
+            first = f"drawn * cols + before + start, stop - start, {stream}"
+            self.add(f"const uint32_t *drawn{k} = draw_all(words{k}, {seed}, {offset}, {first});")
         if sums:
             self.add(f"double {', '.join(f'{name} = 0' for name in sums)};")
         if sums and is_narrow:
@@ -101,6 +106,18 @@ class _Rows(Writer):
         if waiting:
             self.add("waiting += (double)(stop - start);", f"if (waiting >= {waiting}) {self.join()}")
         self.add("}", "}")
+
+    def drawn_before(self, lines: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:
+        """Lines that read what was drawn for a whole block, four at once; and what that is drawn from."""
+        draws: list[tuple[str, str, str]] = []
+
+        def read(match: re.Match[str]) -> str:
+            seed, offset, threshold, stream = match.groups()
+            if (seed, offset, stream) not in draws:
+                draws.append((seed, offset, stream))
+            return f"(drawn{draws.index((seed, offset, stream))}[j - start] >= {threshold})"
+
+        return [KEEP.sub(read, line) for line in lines], draws
 
     def join(self) -> str:
         state = "&mean_w, &m2, &seen, (double)pivot, waiting_off, waiting_squares, waiting"
@@ -310,6 +327,7 @@ class _Backward(_Rows, OfGradients):
     def rows_together(self, count: int, written: Sequence[tuple[str, Operand]], by_column: Sequence[int]) -> None:
         """The first walk of each of several rows, and one second walk of all."""
         lines, used, results = self.second_walk(written)
+        lines, draws = self.drawn_before(lines)
         by_row = [(name, o) for _, name, o in self.loaded if name in used and o.axes in BY_ROW]
         values = [*self.statistics, *self.term_names, *(name for name, o in by_row if o.axes in ALONG)]
         places = ["drawn", "kept", *(f"{name}_line" for name, _ in (*by_row, *written))]
@@ -324,12 +342,21 @@ class _Backward(_Rows, OfGradients):
         self.add(*(f"{name}_of[which] = {name};" for name in (*values, *places)), "}", "}")
         columns = [(name, o) for _, name, o in self.loaded if name in used and o.axes == COLUMN]
         late = [k for k in by_column if k not in self.early]
-        self.add("#pragma omp simd", "for (int64_t j = 0; j < cols; j++) {", "const int64_t col = j;")
+        block = self.block if draws else "cols"
+        self.add(f"for (int64_t start = 0; start < cols; start += {block}) {{")
+        self.add(f"const int64_t stop = start + {block} < cols ? start + {block} : cols;")
+        for k, (seed, offset, stream) in enumerate(draws):
+            self.add(f"uint32_t words{k}[{count}][{self.block + 8}];", f"const uint32_t *drawn{k}_of[{count}];")
+            first = f"drawn_of[which] * cols + start, stop - start, {stream}"
+            self.add(f"for (int64_t which = 0; which < {count}; which++)")
+            self.add(f"drawn{k}_of[which] = draw_all(words{k}[which], {seed}, {offset}, {first});")
+        self.add("#pragma omp simd", "for (int64_t j = start; j < stop; j++) {", "const int64_t col = j;")
         self.add(*(f"const int64_t {name}_at = 0;" for name, _ in columns))
         self.add(*(self.load(name, operand, self.at(name, operand)) for name, operand in columns))
         self.add(*(f"{self.type} sum_of{k} = 0;" for k in late))
         for which in range(count):
             self.add("{", *(f"const {self.type} {name} = {name}_of[{which}];" for name in values))
+            self.add(*(f"const uint32_t *drawn{k} = drawn{k}_of[{which}];" for k in range(len(draws))))
             self.add(
                 *(f"const int64_t {name} = {name}_of[{which}];" for name in ("drawn", "kept")),
                 "(void)drawn; (void)kept;",
@@ -339,7 +366,7 @@ class _Backward(_Rows, OfGradients):
                 if operand.axes in TILES and (name, operand) in by_row:
                     self.add(self.load(name, operand, self.at(name, operand)))
             self.add(*lines, *(f"sum_of{k} += {results[k]};" for k in late), "}")
-        self.add(*(f"sum{k}[col] += sum_of{k};" for k in late), "}")
+        self.add(*(f"sum{k}[col] += sum_of{k};" for k in late), "}", "}")
 
     def second_walk(self, written: Sequence[tuple[str, Operand]]) -> tuple[list[str], tuple[str, ...], list[str]]:
         """The body, the names that it reads, and the gradients that it gives."""

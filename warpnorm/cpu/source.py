@@ -11,6 +11,7 @@ from warpnorm.problem import ALONG, BY_ROW, COLUMN, GROUP, SCALAR, TILES, Backwa
 
 FLUSHED = 64  # rows whose sum is taken in the dtype of computation
 TOGETHER = 4  # rows that are walked at a time
+# What `writer.py` writes of a dropout, one element at a time
 KEEP = re.compile(r"keep\((\w+), (\w+), drawn \* cols \+ col, (\w+), (\w+)\)")
 
 

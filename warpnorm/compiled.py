@@ -107,7 +107,7 @@ class Tape(TorchFunctionMode):
         if len(args) > FLAG:
             return bool(args[FLAG])
         is_usual = func in (F.instance_norm, functional.instance_norm)
-        return bool(kwargs.get(FLAG_NAMES[is_usual], is_usual))
+        return bool(kwargs.get(FLAG_NAMES[int(is_usual)], is_usual))  # older compilers take no bool for an index
 
     def _with_copies(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given, named = list(args), dict(kwargs)

@@ -14,6 +14,8 @@ from warpnorm import library, pipeline, settings
 from warpnorm.errors import InputError
 from warpnorm.launch import launcher
 from warpnorm.launch.autograd import RepeatedNormalization, are_batched, gradients_of, is_differentiated
+from warpnorm.launch.lasting import lasting
+from warpnorm.launch.shared import team_mailbox
 from warpnorm.norms import LAYER_NORM, Norm
 from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View, address_of
 from warpnorm.reference import Affine, Itself
@@ -122,10 +124,11 @@ def _scratch_at(place: tuple[Any, ...], launch: Any, like: torch.Tensor) -> tupl
     """Where statistics go that nobody reads."""
     scratch = _scratch.get(place)
     if scratch is None:
-        is_kept = _is_kept(place, launch)
-        scratch = launch.empty_statistics(like.device, place[1] if is_kept else None)
-        if is_kept and not (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
-            _scratch[place] = scratch
+        device = like.device
+        # A graph's memory is its own
+        if not _is_kept(place, launch) or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return launch.empty_statistics(device, None)
+        scratch = _scratch[place] = lasting(lambda: launch.empty_statistics(device, place[1]), device)
     return scratch
 
 
@@ -147,7 +150,7 @@ def _set_up(module: Any) -> None:
 
         hooks = triton.knobs.runtime
     stream = torch._C._cuda_getCurrentRawStream if is_cuda else None
-    module.set_up(torch.nn.Parameter, DeviceContext, vars(settings), stream, hooks, _backward)
+    module.set_up(torch.nn.Parameter, DeviceContext, vars(settings), stream, hooks, _backward, team_mailbox)
     quick = module.call
 
 

@@ -7,6 +7,7 @@ import linecache
 import os
 from itertools import count
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +140,42 @@ def test_mailboxes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(shared._mailboxes) <= 4
 
 
+def test_lenders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream has one, and whoever comes later waits until the one before has launched what it had memory for."""
+    monkeypatch.setattr(shared, "_lenders", {})
+    monkeypatch.setattr(shared, "MOST_LENDERS", 4)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(shared, "lasting", lambda make, device: make())
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, device, **options: empty(*sizes, **options))
+    words = shared.Shared((4, 8), torch.int32, shared.ZEROS)
+    device = torch.device("cuda")
+    for k in range(10):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, k=k: SimpleNamespace(cuda_stream=k))
+        with shared.lent((3, 100), torch.float32, words, device) as (partials, lines):
+            sizes = [t.numel() for t in (*partials, *lines)]
+            assert sizes == [3, 100, 4, 8]
+            for t in (*partials, *lines):
+                t.fill_(k + 1)
+            assert all((t == k + 1).all() for t in (*partials, *lines)), "they lie apart"
+            threads = [Thread(target=lambda: shared._lock.__enter__(), daemon=True)]
+            threads[0].start()
+            threads[0].join(0.01)
+            assert threads[0].is_alive(), "another thread waits"
+        threads[0].join()
+        shared._lock.free()
+        with shared.lent((3, 100), torch.float32, words, device) as (again, lines):
+            assert [t.data_ptr() for t in again] == [t.data_ptr() for t in partials]
+            assert not any(t.any() for t in lines), "cleared"
+        assert len(shared._lenders) <= 4
+    with shared.lent((shared.LARGEST_LOAN,), torch.float32, words, device) as (large, _):
+        assert large[0].untyped_storage().nbytes() == 4 * shared.LARGEST_LOAN, "its own"
+    with pytest.raises(RuntimeError, match="a launch"), shared.lent((3,), torch.float32, words, device):
+        raise RuntimeError("a launch")
+    with shared.lent((3,), torch.float32, words, device):
+        pass
+
+
 def test_packed_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many layouts of packed heads as there are numbers of tokens, and of their gradients."""
     monkeypatch.setattr(packed, "_seen", {})
@@ -163,6 +200,7 @@ TABLES = {
     "warpnorm.folder._told": "cache folders that were refused",
     "warpnorm.integrate.patch._classes": "classes of modules",
     "warpnorm.launch.shared._left": "devices",
+    "warpnorm.launch.shared._lenders": "test_lenders",
     "warpnorm.launch.shared._mailboxes": "test_mailboxes",
     "warpnorm.launch.shared._stock": "MOST_STOCKS",
     "warpnorm.library._seen": "LARGEST_CACHE",

@@ -11,7 +11,7 @@ import torch
 from warpnorm.codegen.kernel import BoundKernel
 from warpnorm.launch.described import described, numbered
 from warpnorm.launch.forward import in_bits, on_device
-from warpnorm.launch.shared import EMPTY, Shared, mailbox
+from warpnorm.launch.shared import EMPTY, Shared, lent, mailbox
 from warpnorm.plan import grid
 from warpnorm.plan.grid import Sum
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM, Plan
@@ -42,10 +42,9 @@ class _Launch:
             return
         device = gradients[0].device
         read = tuple(map(in_bits, (*operands, *grad_outputs)))
-        partials = tuple([torch.empty(size, dtype=self.problem.compute, device=device) for size in self.partial_sizes])
-        with on_device(gradients[0]):
-            given = (tuple(statistics), gradients, partials, self.shared.take(device))
-            for kernel, programs, *arguments in self.steps(read, *given):
+        loan = (self.partial_sizes, self.problem.compute, self.shared, device)
+        with on_device(gradients[0]), lent(*loan) as (partials, shared):
+            for kernel, programs, *arguments in self.steps(read, tuple(statistics), gradients, partials, shared):
                 kernel.launch(programs, *arguments)
 
     def described(self, operands: int) -> tuple[Any, ...] | None:

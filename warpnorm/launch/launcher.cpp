@@ -24,6 +24,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Device.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -183,6 +184,8 @@ at::Tensor empty(c10::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor&
   return at::empty(sizes, at::TensorOptions().dtype(dtype).device(beside.device()));
 }
 
+at::Tensor new_mailbox(const std::vector<int64_t>& sizes, const at::Tensor& beside);
+
 /* What the programs of a call tell each other by: parts of one allocation, or the mailbox of a stream, which holds what was
    told before, so that programs know what is new. */
 struct Shared {
@@ -218,12 +221,15 @@ struct Shared {
     static auto* boxes = new std::map<std::vector<int64_t>, at::Tensor>();
     auto key = sizes;
     key.push_back(beside.get_device()), key.push_back(reinterpret_cast<int64_t>(stream));
+    {
+      const std::lock_guard<std::mutex> guard(lock);
+      const auto found = boxes->find(key);
+      if (found != boxes->end()) return found->second;
+    }
+    const auto made = new_mailbox(sizes, beside);  // Python's, whose lock is not waited for with this one
     const std::lock_guard<std::mutex> guard(lock);
-    const auto found = boxes->find(key);
-    if (found != boxes->end()) return found->second;
     if (boxes->size() >= MOST_MAILBOXES) boxes->clear();
-    const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
-    return boxes->emplace(key, at::zeros({sizes[0]}, options)).first->second;
+    return boxes->emplace(key, made).first->second;
   }
 };
 
@@ -263,7 +269,7 @@ std::unordered_map<Key, std::unique_ptr<Entry>, Hash>& entries() {
   return *all;
 }
 
-PyObject *parameter_type, *device_context_type, *settings_names, *current_name, *raw_stream, *slow_backward;
+PyObject *parameter_type, *device_context_type, *settings_names, *current_name, *raw_stream, *slow_backward, *slow_mailbox;
 PyObject* hooks = nullptr;  // of launches: who owns them
 
 PyObject* settings_now() { return PyDict_GetItem(settings_names, current_name); }
@@ -296,6 +302,18 @@ bool records_gradients() {
   python_error error;
   error.persist();
   throw error;
+}
+
+/* As Python makes it, of (its size, teams, programs of one, words of a message), for the current stream. */
+at::Tensor new_mailbox(const std::vector<int64_t>& sizes, const at::Tensor& beside) {
+  pybind11::gil_scoped_acquire gil;
+  THPObjectPtr device(THPDevice_New(beside.device()));
+  if (!device) raise();
+  THPObjectPtr found(PyObject_CallFunction(
+      slow_mailbox, "LLLO", static_cast<long long>(sizes[1]), static_cast<long long>(sizes[2]),
+      static_cast<long long>(sizes[3]), device.get()));
+  if (!found) raise();
+  return THPVariable_Unpack(found.get());
 }
 
 /* Whether a profiler wants to be told of launches by Triton, which would not see these. */
@@ -731,14 +749,16 @@ PyObject* remember_backward(PyObject*, PyObject* args) {
 }
 
 /* (Parameter, the mode of a default device, names of the module of settings, the function that gives a raw stream or None,
-   who owns the hooks of launches or None, backward by Python) */
+   who owns the hooks of launches or None, backward by Python, a mailbox by Python) */
 PyObject* set_up(PyObject*, PyObject* args) {
-  PyObject *parameter, *context, *names, *stream, *owner, *backward;
-  if (!PyArg_ParseTuple(args, "OOO!OOO", &parameter, &context, &PyDict_Type, &names, &stream, &owner, &backward))
+  PyObject *parameter, *context, *names, *stream, *owner, *backward, *mailbox;
+  if (!PyArg_ParseTuple(
+          args, "OOO!OOOO", &parameter, &context, &PyDict_Type, &names, &stream, &owner, &backward, &mailbox))
     return nullptr;
   parameter_type = Py_NewRef(parameter), device_context_type = Py_NewRef(context);
   settings_names = Py_NewRef(names), raw_stream = Py_NewRef(stream);
-  slow_backward = Py_NewRef(backward), current_name = PyUnicode_InternFromString("_current");
+  slow_backward = Py_NewRef(backward), slow_mailbox = Py_NewRef(mailbox);
+  current_name = PyUnicode_InternFromString("_current");
   hooks = owner == Py_None ? nullptr : Py_NewRef(owner);
   Py_RETURN_NONE;
 }

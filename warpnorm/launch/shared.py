@@ -1,10 +1,14 @@
-"""What the programs of a call tell each other by: words of its own, or the mailbox of a stream."""
+"""What the programs of a call tell each other by: words of its own, memory that a stream lends, or the stream's mailbox."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from warpnorm.kernels.messages import BOXES
+from warpnorm.launch.lasting import lasting
+from warpnorm.locks import Lock
 from warpnorm.plan.plan import Plan
 
 EMPTY, ZEROS, MAILBOX = range(3)
@@ -18,14 +22,21 @@ class Shared(NamedTuple):
     dtype: torch.dtype = torch.int64
     kind: int = EMPTY
 
-    def take(self, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def take(self, device: torch.device, memory: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+        """`memory`: bytes that are at hand, `nbytes` of them."""
         if not self.sizes:
             return ()
         if self.kind == MAILBOX:
             teams, splits, length = self.sizes
             return (team_mailbox(teams, splits, length, device),)
-        make = torch.zeros if self.kind == ZEROS else torch.empty
-        return make(sum(self.sizes), dtype=self.dtype, device=device).split(self.sizes)
+        words = (
+            torch.empty(sum(self.sizes), dtype=self.dtype, device=device) if memory is None else memory.view(self.dtype)
+        )
+        return (words.zero_() if self.kind == ZEROS else words).split(self.sizes)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.kind == MAILBOX else sum(self.sizes) * self.dtype.itemsize
 
     @property
     def parts(self) -> int:
@@ -40,6 +51,46 @@ class Shared(NamedTuple):
             teams, splits, length = sizes
             sizes = (_words(teams, splits, length), *sizes)
         return sizes, self.dtype.itemsize, self.kind
+
+
+# Bytes that a stream keeps for the backwards of fused functions, which come one after another: what their programs leave for
+# each other then is no memory of the call, of which eager PyTorch needs none. Whatever is larger is taken anew
+LARGEST_LOAN = 1 << 20
+MOST_LENDERS = 64
+APART = 256  # bytes: each part begins at a multiple of them
+_lenders: dict[Any, torch.Tensor] = {}
+_lock = Lock()
+Parts = tuple[torch.Tensor, ...]
+
+
+@contextmanager
+def lent(
+    sizes: Sequence[int], dtype: torch.dtype, shared: Shared, device: torch.device
+) -> Iterator[tuple[Parts, Parts]]:
+    """Tensors of so many elements, and what programs share, for launches in the block. Another thread waits with its own:
+    the same memory is cleared for it."""
+    padded = [-(-size * dtype.itemsize // APART) * APART for size in sizes]
+    need = sum(padded) + shared.nbytes
+    if not 0 < need <= LARGEST_LOAN or device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        yield tuple([torch.empty(size, dtype=dtype, device=device) for size in sizes]), shared.take(device)
+        return
+    with _lock:
+        *parts, words, _ = _lender(device).split([*padded, shared.nbytes, LARGEST_LOAN - need])
+        ours = [part.view(dtype)[:size] for part, size in zip(parts, sizes, strict=True)]
+        yield tuple(ours), shared.take(device, words)
+
+
+def _lender(device: torch.device) -> torch.Tensor:
+    """Of the current stream: others may run beside it."""
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    memory = _lenders.get(key)
+    if memory is None:
+        if len(_lenders) >= MOST_LENDERS:
+            _lenders.clear()
+        make = lambda: (torch.empty(LARGEST_LOAN, dtype=torch.uint8, device=device),)  # noqa: E731
+        (memory,) = lasting(make, device)
+        _lenders[key] = memory
+    return memory
 
 
 def mailbox(plan: Plan, teams: int, splits: int, length: int = 1) -> Shared:
@@ -65,7 +116,7 @@ def team_mailbox(teams: int, splits: int, length: int, device: torch.device) -> 
     if torch.cuda.is_current_stream_capturing():  # the graph may be replayed beside anything
         return _from_stock(words, device)
     if _left.get(device, 0) < STOCK // 2 and len(_stock) < MOST_STOCKS:
-        _stock.append(torch.zeros(STOCK, dtype=torch.int64, device=device))
+        _stock.append(_zeros(STOCK, device))
         _left[device] = STOCK
     stream = torch.cuda.current_stream(device).cuda_stream
     key = (device, stream, splits, length, words)
@@ -73,8 +124,12 @@ def team_mailbox(teams: int, splits: int, length: int, device: torch.device) -> 
     if box is None:
         if len(_mailboxes) >= MOST_MAILBOXES:
             _mailboxes.clear()
-        box = _mailboxes[key] = torch.zeros(words, dtype=torch.int64, device=device)
+        box = _mailboxes[key] = _zeros(words, device)
     return box
+
+
+def _zeros(words: int, device: torch.device) -> torch.Tensor:
+    return lasting(lambda: (torch.zeros(words, dtype=torch.int64, device=device),), device)[0]
 
 
 def _words(teams: int, splits: int, length: int) -> int:

@@ -283,12 +283,11 @@ def _backward(
     left = grid.left(plan, problem) if plan.pattern in (COLUMN, HELD) else problem.reduced
     sums = [grid.gradient_sum(plan, space, problem, i) for i in left]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize
+    if grid.sum_programs(plan, space, problem):
+        partials, times = 0, 2  # what others sum they read once more
     of_rows, of_parts = grid.backward(plan, space)
-    of_sums, is_lone = grid.sum_programs(plan, space, problem), grid.is_lone(plan, space, problem)
-    if of_sums:
-        times = 2  # what others sum they read once more
-    if of_sums or is_lone:
-        partials = 0
+    of_sums = grid.sum_programs(plan, space, problem)
+    of_rows = grid.row_programs(plan, space, problem) if of_sums else of_rows
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), (of_rows + of_sums, of_parts))]
     sum_plan = choose.column_sum(problem, device)
     if plan.pattern == COLUMN:
@@ -297,7 +296,7 @@ def _backward(
         sum_plan = choose.line_sum(problem, device)
     if has_sums and plan.pattern == LONG_ROW:
         launches = [("long_row_sums_kernel", (space.rows, 1)), *launches]
-    if sums and not of_sums and not is_lone:
+    if sums and not of_sums:
         launches.append(("column_sum_kernel", _sum_grid(sums, sum_plan)))
     listings: dict[str, Any] = {}
     if asm:

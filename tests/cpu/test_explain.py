@@ -101,14 +101,10 @@ def test_bytes_by_hand() -> None:
     assert found.forward.least_bytes == read + written == 576
     assert found.forward.bytes_moved == read + written + statistics == 608
     assert found.backward is not None
-    # x, residual, the weight and both gradients are read; the bias is not. One program has all rows
+    # x, residual, the weight and both gradients are read; the bias is not. What has rows is read again, to be summed
     read, written = 4 * full + column, 2 * full + 2 * column
     assert found.backward.least_bytes == read + written
-    assert found.backward.bytes_moved == read + written + statistics
-    # Of a few more, what has rows is read again, by programs that sum it
-    few = warpnorm.explain(block, *operands(4, 1024)).backward
-    assert few is not None
-    assert few.bytes_moved == few.least_bytes + statistics + 4 * 128 * full
+    assert found.backward.bytes_moved == read + written + statistics + 4 * full
     # Of many rows every program leaves a partial row for each parameter, which is written and read
     many = warpnorm.explain(block, *operands(1000, 8)).backward
     assert many is not None
@@ -128,8 +124,10 @@ def test_launches_and_bytes(cols: int, dtype: torch.dtype) -> None:
         assert direction.plan.why
         assert all(min(grid) > 0 for _, grid in direction.launches)
     if found.backward.plan.pattern == ROW:
-        assert names(found.backward) == ["row_backward_kernel"], "few rows are summed in the same launch"
-        many = warpnorm.explain(block, *operands(1000, cols, dtype)).backward
+        assert names(found.backward) == ["row_backward_kernel"], (
+            "few rows are summed by other programs of the same launch"
+        )
+        many = warpnorm.explain(block, *operands(200, cols, dtype)).backward
         assert many is not None
         assert names(many) == ["row_backward_kernel", "column_sum_kernel"]
     if cols == 65536:

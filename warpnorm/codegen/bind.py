@@ -222,6 +222,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         constants |= {"BLOCK_ROWS": plan.block_rows, "CHUNKS": plan.chunks}
         constants["FULL_CHUNKS"] = _full_chunks(problem, plan)
         constants["SUM_ROWS"], constants["SUM_COLS"] = grid.sum_tile(plan, problem)
+        constants["FEW_ROWS"] = grid.lone_rows(plan)
         constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_LIGHT": _is_light(problem)}
         constants["HAS_GROUPS"] = not problem.norm.is_by_channel  # whose lines never come in groups
         # The gradient of a lone column is a product minus its own mean: zero if the product is rounded both times

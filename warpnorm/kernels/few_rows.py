@@ -32,10 +32,5 @@ def sum_columns(
         given = EPILOGUE_VJP(xhat, c, values, columns, place)
         results = PROLOGUE_VJP(xhat, given, values, columns, place)
         accumulators = ACCUMULATE(accumulators, results, mask)
-    store_sums(totals, accumulators, col_offsets, col_mask)
-
-
-@triton.jit
-def store_sums(totals, accumulators, col_offsets, col_mask):
-    for k in tl.static_range(len(accumulators)):
+    for k in tl.static_range(ACCUMULATORS):
         tl.store(totals[k] + col_offsets, as_stored(tl.sum(accumulators[k], 0), totals[k]), mask=col_mask)

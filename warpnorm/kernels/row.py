@@ -8,7 +8,7 @@ import triton.language as tl
 
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.chain import begin, let_next_begin
-from warpnorm.kernels.few_rows import store_sums, sum_columns
+from warpnorm.kernels.few_rows import sum_columns
 from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.statistics import (
     add_terms,
@@ -120,16 +120,16 @@ def row_forward_kernel(
 
 @triton.jit
 def backward_rows(
-    program, programs, operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups, cols,
+    program, programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
     FULL_CHUNKS: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
-    STAGES: tl.constexpr, HAS_NEXT: tl.constexpr,
+    STAGES: tl.constexpr, HAS_NEXT: tl.constexpr, HAS_SUMS: tl.constexpr,
 ):  # fmt: skip
-    """Of one of `programs`, the first of the launch."""
+    """Of one of `programs`, the first of the launch. HAS_SUMS: nobody else sums over rows."""
     if HAS_GROUPS:
         shares = programs // groups  # programs that share the rows of a group
         group_rows = rows // groups
@@ -181,20 +181,17 @@ def backward_rows(
             results = PROLOGUE_VJP(grad_c, given, of_chunk, columns[chunk], place)
             STORE(gradients, results, strides, sizes, row_offsets, place[1], place[3])
             STORE_ROW_SUMS(partials, results, strides, sizes, row_offsets, row_mask, place[3], chunk, rows)
-            added += (ACCUMULATE(accumulators[chunk], results, place[3]),)
-        accumulators = added
+            if HAS_SUMS:
+                added += (ACCUMULATE(accumulators[chunk], results, place[3]),)
+        if HAS_SUMS:
+            accumulators = added
     let_next_begin(HAS_NEXT)
-    if tl.num_programs(0) == programs:  # nobody else sums over rows
+    if HAS_SUMS:
         for chunk in tl.static_range(CHUNKS):
             col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
             STORE_PARTIALS(
                 partials, accumulators[chunk], program, program * CHUNKS + chunk, col_offsets, col_mask, cols
             )
-    if len(totals) > 0:
-        if tl.num_programs(0) < programs:  # a lone program has all rows
-            for chunk in tl.static_range(CHUNKS):
-                col_offsets, col_mask = block_columns(chunk, cols, chunk < FULL_CHUNKS, BLOCK_COLS)
-                store_sums(totals, accumulators[chunk], col_offsets, col_mask)
 
 
 @triton.jit
@@ -206,26 +203,33 @@ def row_backward_kernel(
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
     FULL_CHUNKS: tl.constexpr, IS_LIGHT: tl.constexpr, RECOMPUTES: tl.constexpr,
-    STAGES: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr,
+    STAGES: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLS: tl.constexpr, FEW_ROWS: tl.constexpr,
     IS_CHAINED: tl.constexpr, HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    """SUM_COLS: if it is not 0, and there are more than `row_programs`, the others sum over rows, of so many columns. If
-    there are fewer, it is one, which has all rows."""
+    """SUM_COLS: if it is not 0, and there are more than `row_programs`, the others sum over rows, of so many columns. Those
+    of rows then have FEW_ROWS each, and none after these."""
     begin(IS_CHAINED)
     program = tl.program_id(0)
     if SUM_COLS == 0:
         backward_rows(
-            program, tl.num_programs(0), operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups,
-            cols, LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            program, tl.num_programs(0), operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
-            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT,
+            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
+        )  # fmt: skip
+    elif tl.num_programs(0) == row_programs:
+        backward_rows(
+            program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
+            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
         )  # fmt: skip
     elif program < row_programs:
         backward_rows(
-            program, row_programs, operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups, cols,
+            program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
             LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
-            ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
-            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT,
+            ACCUMULATE, STORE_PARTIALS, 0, NEEDS_SUMS, IS_CENTERED, COMPUTE, False, FEW_ROWS, BLOCK_COLS,
+            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, 1, False, False,
         )  # fmt: skip
     else:
         sum_columns(

@@ -88,8 +88,9 @@ class BackwardLaunch(_Launch):
         programs, before = self.programs, (space.strides, space.sizes, space.rows)
         after: tuple[Any, ...] = ()
         if self.plan.pattern == ROW:
-            shared, after = (totals if self.has_totals else (),), (programs[0] + self.is_lone,)
-            programs = (programs[0] + self.sum_programs, 1)
+            of_rows = grid.row_programs(self.plan, space, problem)
+            shared, after = (totals if self.has_totals else (),), (of_rows,)
+            programs = (of_rows + self.sum_programs, 1)
         elif self.plan.pattern == LONG_ROW:
             shared = (shared,)
             if self.sums_kernel is not None:
@@ -123,15 +124,10 @@ class BackwardLaunch(_Launch):
     def sum_programs(self) -> int:
         return grid.sum_programs(self.plan, self.space, self.problem)
 
-    @cached_property
-    def is_lone(self) -> bool:
-        """Whether one program sums over all rows. It is told that there are two."""
-        return grid.is_lone(self.plan, self.space, self.problem)
-
     @property
     def are_few(self) -> bool:
-        """Rows, so that there are no partial sums."""
-        return self.sum_programs > 0 or self.is_lone
+        """Rows, so that these do."""
+        return self.sum_programs > 0
 
     @cached_property
     def programs(self) -> tuple[int, int]:

@@ -73,19 +73,25 @@ def sum_tile(plan: Plan, problem: BackwardProblem) -> tuple[int, int]:
     if plan.pattern != ROW_PATTERN or not problem.sums_by_columns or problem.cols_class > WIDEST_FEW:
         return 1, 0
     cols = 8 if plan.warps == 1 else max(32, min(problem.cols_class // 64, 128))
-    return max(plan.warps * 512 // cols, 16), cols
+    return max(plan.warps * (512 if plan.warps < 8 else 256) // cols, 16), cols
 
 
 def sum_programs(plan: Plan, space: Space, problem: BackwardProblem) -> int:
     """How many there are."""
     rows, cols = sum_tile(plan, problem)
     is_few = space.rows <= min(FEW_ROWS, FEW_STEPS * rows) and space.groups == 1
-    return -(-space.cols // cols) if cols and is_few and not is_lone(plan, space, problem) else 0
+    return -(-space.cols // cols) if cols and is_few else 0
 
 
-def is_lone(plan: Plan, space: Space, problem: BackwardProblem) -> bool:
-    """Whether one program has all rows, so that its sums are those over all of them."""
-    return sum_tile(plan, problem)[1] > 0 and space.rows <= plan.block_rows and space.groups == 1
+def lone_rows(plan: Plan) -> int:
+    """Rows of one program of pattern `row`, backward, where there are such programs."""
+    return 1 if plan.warps == 1 else plan.block_rows
+
+
+def row_programs(plan: Plan, space: Space, problem: BackwardProblem) -> int:
+    """How many have rows, of pattern `row`, backward."""
+    is_few = sum_programs(plan, space, problem) > 0
+    return -(-space.rows // lone_rows(plan)) if is_few else backward(plan, space)[0]
 
 
 def _shares(plan: Plan, space: Space) -> tuple[int, int]:

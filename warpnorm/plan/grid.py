@@ -14,8 +14,8 @@ from warpnorm.space import Space
 MANY_PROGRAMS = 128
 BLOCKS_A_PROGRAM = 4
 # Rows up to which other programs of the same launch sum over them, in so many steps at the most. LayerNorm backward of 32 x
-# 1024 fp32 takes 1.9 us so, and 3.4 otherwise, of 128 x 1024 2.8 and 3.8. Of 128 x 512 it takes 2.2 in two steps of few
-# columns each, 3.75 in eight steps of 32, and 3.85 otherwise
+# 1024 fp32 takes 1.9 us so, and 3.4 otherwise, of 128 x 1024 2.6 and 3.8. Of 128 x 512 it takes 2.1 in two steps of few
+# columns each, 3.75 in eight steps of 32, and 3.85 otherwise; of 128 x 4096 3.7 in two steps, 4.8 in four of 64 columns
 FEW_ROWS = 128
 FEW_STEPS = 4
 WIDEST_FEW = 4096  # columns: beyond, kernels have no registers to spare
@@ -72,7 +72,7 @@ def sum_tile(plan: Plan, problem: BackwardProblem) -> tuple[int, int]:
     """Rows and columns that these have at once; none where there are no such programs."""
     if plan.pattern != ROW_PATTERN or not problem.sums_by_columns or problem.cols_class > WIDEST_FEW:
         return 1, 0
-    cols = 8 if plan.warps == 1 else max(32, min(problem.cols_class // 64, 128))
+    cols = min(8 * plan.warps, 32)
     return max(plan.warps * (512 if plan.warps < 8 else 256) // cols, 16), cols
 
 

@@ -78,7 +78,8 @@ def quick_divide(x, y):
 
 @triton.jit
 def quick_sigmoid(x):
-    return library.fast_dividef(tl.full((1, 1), 1.0, tl.float32), 1.0 + library.fast_expf(-x))
+    # The product is a sign that the next instruction takes; a minus would be one of its own
+    return library.fast_dividef(tl.full((1, 1), 1.0, tl.float32), 1.0 + library.fast_expf(x * -1.0))
 
 
 @triton.jit

@@ -25,7 +25,8 @@ FEW_ROUNDS, NEARLY = 2, 0.9
 class Share(NamedTuple):
     """Of a program with so many warps: the bytes that a thread has of some lines; how many programs a multiprocessor has by
     the bytes of a thread, of one line if need be, and how many where there are few rounds; how deep the pipeline of loads
-    is; and how few teams on the device hide each other's waiting."""
+    is; and how few teams on the device hide each other's waiting. Up to `kept` bytes of a thread, what was computed of them
+    stays in registers until the results."""
 
     warps: int
     held: int
@@ -33,6 +34,7 @@ class Share(NamedTuple):
     few: int
     stages: int
     teams: int = 8
+    kept: int = 0
 
 
 def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device) -> Plan | None:
@@ -64,10 +66,12 @@ def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Sh
         if not is_half:
             return Share(2, 200, {400: 6}, 6, 1), Share(4, 200, {400: 3}, 3, 1)  # BatchNorm fp32 83 [76]
         if not is_quick:
-            return (Share(4, 200, {260: 4}, 4, 3),)  # GroupNorm + SiLU 49 [44], 45 with two warps
-        # BatchNorm fp16 75 [63], 73 with 6; GroupNorm bf16 75 [70], and 65 with 7. Of 8 images 59 [46], 44 with 6 and a
-        # pipeline. Longer lines: 32 x 64 x 112 x 112 66 [54]; of 8 images, which would be one round, 58 [66]
-        short = Share(2, 200, {128: 8, 200: 7, 260: 6}, 8, 3), Share(4, 200, {128: 4, 260: 3}, 4, 3)
+            # GroupNorm + SiLU 55 [44], 47 with 4; computed again 46, and 52 with 4
+            return (Share(4, 200, {260: 3}, 4, 3, kept=260),)
+        # BatchNorm fp16 79 [63], 71 with 7, computed again 77; GroupNorm bf16 86 [70], 81 with 5, computed again 76. Of 8
+        # images 59 [46], 44 with 6 and a pipeline. Longer lines: 32 x 64 x 112 x 112 66 [54]; of 8 images, which would be
+        # one round, 58 [66]
+        short = Share(2, 200, {128: 8, 160: 7, 260: 6}, 8, 3, kept=260), Share(4, 200, {128: 4, 260: 3}, 4, 3, kept=260)
         return *short, Share(4, 200, {400: 4}, 0, 1)
     if not is_quick:
         return ()
@@ -102,12 +106,14 @@ def _plan(
         return None
     if counts_rows and share.few == 0 and space.statistics <= device.units * per_unit // members:
         return None
+    is_kept = per_thread <= share.kept
     if counts_rows and per_thread <= share.held and _are_few(space.statistics, device.units * share.few // members):
+        is_kept = is_kept and share.few <= per_unit  # more programs have fewer registers
         per_unit, stages = share.few, 1
     why = "a row stays in registers from its statistic to its result, in those of a team's programs"
     return Plan(
         HELD, block_rows, block_cols, share.warps, device.units * per_unit, splits, width // block_cols, stages,
-        recomputes=True, per_unit=per_unit, why=why,
+        recomputes=not is_kept, per_unit=per_unit, why=why,
     )  # fmt: skip
 
 

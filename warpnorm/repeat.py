@@ -15,7 +15,7 @@ from warpnorm.errors import InputError
 from warpnorm.launch import launcher
 from warpnorm.launch.autograd import RepeatedNormalization, are_batched, gradients_of, is_differentiated
 from warpnorm.launch.lasting import lasting
-from warpnorm.launch.shared import team_mailbox
+from warpnorm.launch.shared import LARGEST_LOAN, new_lender, team_mailbox
 from warpnorm.norms import LAYER_NORM, Norm
 from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View, address_of
 from warpnorm.reference import Affine, Itself
@@ -23,6 +23,7 @@ from warpnorm.settings import Settings
 from warpnorm.trace.arrange import spread
 
 LARGEST_CACHE = 4096
+TO_SHARE = (team_mailbox, new_lender, LARGEST_LOAN)  # what programs tell each other by
 # Bytes of statistics that nobody reads up to which they have a place of their own, instead of an allocation each time
 LARGEST_SCRATCH = 1 << 20
 
@@ -150,7 +151,7 @@ def _set_up(module: Any) -> None:
 
         hooks = triton.knobs.runtime
     stream = torch._C._cuda_getCurrentRawStream if is_cuda else None
-    module.set_up(torch.nn.Parameter, DeviceContext, vars(settings), stream, hooks, _backward, team_mailbox)
+    module.set_up(torch.nn.Parameter, DeviceContext, vars(settings), stream, hooks, _backward, *TO_SHARE)
     quick = module.call
 
 

@@ -1,11 +1,14 @@
 """Device memory: flat over thousands of calls; and a batch whose mean is far above its deviation, with 2^28 values a
 channel. A short run of the fuzzer, too."""
 
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import warpnorm
+from warpnorm import settings
 from warpnorm.fuzz import run
 
 
@@ -36,6 +39,62 @@ def test_ten_thousand_calls_leave_device_memory_flat(device: str) -> None:
         call(k)
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before <= 1 << 20
+
+
+def add_batch_norm_relu(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.relu(F.batch_norm(x, None, None, w, b, True) + r)
+
+
+@pytest.mark.unpoisoned
+@pytest.mark.parametrize("launcher", ["compiled", "python"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
+def test_both_directions_need_no_more_than_eager(layout: torch.memory_format, launcher: str, device: str) -> None:
+    """What the programs leave for each other is a stream's to lend."""
+    x, r, grad = (torch.randn(32, 256, 56, 56, device=device).half().to(memory_format=layout) for _ in range(3))
+    w, b = (torch.randn(256, device=device) for _ in range(2))
+    peaks = []
+    with settings.override(launcher=launcher):
+        for function in (warpnorm.fuse(add_batch_norm_relu), add_batch_norm_relu):
+            for _ in range(4):
+                leaves = [t.detach().requires_grad_() for t in (x, r, w, b)]
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                y = function(*leaves)
+                gradients = torch.autograd.grad(y, leaves, grad)
+                torch.cuda.synchronize()
+                peak = torch.cuda.max_memory_allocated() - before
+                del y, gradients
+            peaks.append(peak)
+    assert peaks[0] <= peaks[1]
+
+
+def test_threads_that_share_a_stream(device: str) -> None:
+    """Each has what its programs leave for each other until they are launched, though it is the same memory."""
+    fused = warpnorm.fuse(add_batch_norm_relu)
+
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [
+            t.detach().requires_grad_() for t in (x, x.flip(0), torch.ones(64, device=device), x[0, :, 0, 0].float())
+        ]
+        y = fused(*leaves)
+        return [y, *torch.autograd.grad(y, leaves, x.roll(1, 0))]
+
+    inputs = [torch.randn(16 + k, 64, 56, 56, device=device).half() for k in range(4)]
+    expected = [both(x) for x in inputs]
+    wrong: list[int] = []
+
+    def work(k: int) -> None:
+        for _ in range(25):
+            if not all(a.equal(b) for a, b in zip(both(inputs[k]), expected[k], strict=True)):
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @pytest.mark.unpoisoned

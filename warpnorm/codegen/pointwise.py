@@ -2,7 +2,6 @@
 gradients, stores. Straight-line code, one line for each node of the graph. `kernels/__init__.py` says what each is
 called with."""
 
-import re
 from collections.abc import Sequence
 
 from warpnorm.codegen import along, expressions
@@ -65,9 +64,13 @@ def backward_source(problem: BackwardProblem) -> str:
     )
 
 
-def widened_apart(source: str) -> str:
-    """The same, but what is loaded is widened by what the compiler does not look into."""
-    return re.sub(r"(values\[\d+\])\.to\(tl\.float32\)", r"ours.widened(\1)", source)
+def widened_apart(source: str, problem: Problem) -> str:
+    """The same, but halves that are loaded by tiles are widened by what the compiler does not look into."""
+    by_row = [operand for _, _, operand in loaded(problem) if operand.axes in BY_ROW]
+    for k, operand in enumerate(by_row):
+        if operand.axes in TILES and operand.dtype.is_floating_point and operand.dtype.itemsize == 2:
+            source = source.replace(f"values[{k}].to(tl.float32)", f"ours.widened(values[{k}])")
+    return source
 
 
 def at_once(source: str) -> str:

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <optional>
 #include <unordered_map>
 #include <vector>
@@ -21,7 +22,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
@@ -53,7 +53,8 @@ Function driver(const char* name) {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr size_t MOST_WORDS = 128, MOST_OPERANDS = 16, MOST_ENTRIES = 16384, MOST_MAILBOXES = 256;
+constexpr size_t MOST_WORDS = 128, MOST_OPERANDS = 16, MOST_ENTRIES = 16384, MOST_MAILBOXES = 256, MOST_LENDERS = 64;
+constexpr int64_t APART = 256;  // bytes, of what lies in memory that a stream lends
 constexpr int64_t VECTOR_BYTES = 16;
 
 /* Whatever decides about a call, in words. */
@@ -185,6 +186,45 @@ at::Tensor empty(c10::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor&
 }
 
 at::Tensor new_mailbox(const std::vector<int64_t>& sizes, const at::Tensor& beside);
+at::Tensor new_lender(const at::Tensor& beside);
+bool is_capturing(void* stream);
+
+/* A megabyte that a stream keeps, for whatever calls leave in memory that their results do not need, one call at a time. */
+struct Lender {
+  std::unique_lock<std::mutex> guard;  // held until the launches are on their way
+  at::Tensor memory;
+  int64_t used = 0;
+
+  /* Nothing where so many bytes are too many, or a graph would have them. */
+  Lender(int64_t bytes, const at::Tensor& beside, void* stream) {
+    if (bytes == 0 || bytes > largest_loan || beside.is_cpu() || is_capturing(stream)) return;
+    static std::mutex lock;
+    static auto* lenders = new std::map<std::pair<int64_t, void*>, at::Tensor>();
+    const auto key = std::make_pair(static_cast<int64_t>(beside.get_device()), stream);
+    guard = std::unique_lock<std::mutex>(lock);
+    auto found = lenders->find(key);
+    if (found == lenders->end()) {
+      guard.unlock();  // Python, whose lock is not waited for with this one
+      const auto made = new_lender(beside);
+      guard.lock();
+      if (lenders->size() >= MOST_LENDERS) lenders->clear();
+      found = lenders->emplace(key, made).first;
+    }
+    memory = found->second;
+  }
+
+  static int64_t padded(int64_t bytes) { return (bytes + APART - 1) / APART * APART; }
+
+  /* The next so many bytes. */
+  at::Tensor operator()(int64_t bytes) {
+    const auto start = used;
+    used += padded(bytes);
+    return memory.narrow(0, start, bytes);
+  }
+
+  static int64_t largest_loan;
+};
+int64_t Lender::largest_loan = 0;
 
 /* What the programs of a call tell each other by: parts of one allocation, or the mailbox of a stream, which holds what was
    told before, so that programs know what is new. */
@@ -196,18 +236,22 @@ struct Shared {
 
   bool is_mailbox() const { return kind == MAILBOX && !sizes.empty(); }
 
+  int64_t bytes() const {
+    return kind == MAILBOX ? 0 : std::accumulate(sizes.begin(), sizes.end(), int64_t{0}) * c10::elementSize(dtype);
+  }
+
   /* Adds where the parts begin; whoever uses them keeps what is returned. */
-  at::Tensor operator()(std::vector<void*>& pointers, const at::Tensor& beside, void* stream) const {
+  at::Tensor operator()(
+      std::vector<void*>& pointers, const at::Tensor& beside, void* stream, Lender* lender = nullptr) const {
     if (sizes.empty()) return at::Tensor();
     if (kind == MAILBOX) {
       auto box = mailbox(beside, stream);
       pointers.push_back(box.mutable_data_ptr());
       return box;
     }
-    int64_t total = 0;
-    for (const auto size : sizes) total += size;
-    const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
-    auto all = kind == ZEROS ? at::zeros({total}, options) : at::empty({total}, options);
+    const auto options = at::TensorOptions().dtype(at::kByte).device(beside.device());
+    auto all = lender == nullptr ? at::empty({bytes()}, options) : (*lender)(bytes());
+    if (kind == ZEROS) all.view(dtype).zero_();
     auto* next = static_cast<char*>(all.mutable_data_ptr());
     for (const auto size : sizes) {
       pointers.push_back(next);
@@ -269,7 +313,7 @@ std::unordered_map<Key, std::unique_ptr<Entry>, Hash>& entries() {
   return *all;
 }
 
-PyObject *parameter_type, *device_context_type, *settings_names, *current_name, *raw_stream, *slow_backward, *slow_mailbox;
+PyObject *parameter_type, *device_context_type, *settings_names, *current_name, *raw_stream, *slow_backward, *slow_mailbox, *slow_lender;
 PyObject* hooks = nullptr;  // of launches: who owns them
 
 PyObject* settings_now() { return PyDict_GetItem(settings_names, current_name); }
@@ -312,6 +356,16 @@ at::Tensor new_mailbox(const std::vector<int64_t>& sizes, const at::Tensor& besi
   THPObjectPtr found(PyObject_CallFunction(
       slow_mailbox, "LLLO", static_cast<long long>(sizes[1]), static_cast<long long>(sizes[2]),
       static_cast<long long>(sizes[3]), device.get()));
+  if (!found) raise();
+  return THPVariable_Unpack(found.get());
+}
+
+/* The same of memory that the current stream lends. */
+at::Tensor new_lender(const at::Tensor& beside) {
+  pybind11::gil_scoped_acquire gil;
+  THPObjectPtr device(THPDevice_New(beside.device()));
+  if (!device) raise();
+  THPObjectPtr found(PyObject_CallOneArg(slow_lender, device.get()));
   if (!found) raise();
   return THPVariable_Unpack(found.get());
 }
@@ -447,12 +501,17 @@ variable_list run_backward(
     gradient = entry.has_formats ? at::empty_like(saved[i]) : empty(saved[i].sizes(), saved[i].scalar_type(), grad);
     pointers.push_back(gradient.mutable_data_ptr());
   }
+  const auto itemsize = static_cast<int64_t>(c10::elementSize(entry.compute));
+  auto bytes = Lender::padded(backward.shared.bytes());
+  for (const auto size : backward.partials) bytes += Lender::padded(size * itemsize);
+  Lender lender(bytes, grad, stream);
+  const bool is_lent = lender.memory.defined();
   variable_list partials;
   for (const auto size : backward.partials) {
-    partials.push_back(empty({size}, entry.compute, grad));
+    partials.push_back(is_lent ? lender(size * itemsize) : empty({size}, entry.compute, grad));
     pointers.push_back(partials.back().mutable_data_ptr());
   }
-  const auto shared = backward.shared(pointers, grad, stream);
+  const auto shared = backward.shared(pointers, grad, stream, is_lent ? &lender : nullptr);
   for (const auto& launch : backward.launches) launch(pointers, stream, 0.0);
   return gradients;
 }
@@ -749,15 +808,18 @@ PyObject* remember_backward(PyObject*, PyObject* args) {
 }
 
 /* (Parameter, the mode of a default device, names of the module of settings, the function that gives a raw stream or None,
-   who owns the hooks of launches or None, backward by Python, a mailbox by Python) */
+   who owns the hooks of launches or None, and by Python: backward, a mailbox, a lender and its bytes) */
 PyObject* set_up(PyObject*, PyObject* args) {
-  PyObject *parameter, *context, *names, *stream, *owner, *backward, *mailbox;
+  PyObject *parameter, *context, *names, *stream, *owner, *backward, *mailbox, *lender;
+  long long bytes;
   if (!PyArg_ParseTuple(
-          args, "OOO!OOOO", &parameter, &context, &PyDict_Type, &names, &stream, &owner, &backward, &mailbox))
+          args, "OOO!OOOOOL", &parameter, &context, &PyDict_Type, &names, &stream, &owner, &backward, &mailbox, &lender,
+          &bytes))
     return nullptr;
   parameter_type = Py_NewRef(parameter), device_context_type = Py_NewRef(context);
   settings_names = Py_NewRef(names), raw_stream = Py_NewRef(stream);
   slow_backward = Py_NewRef(backward), slow_mailbox = Py_NewRef(mailbox);
+  slow_lender = Py_NewRef(lender), Lender::largest_loan = bytes;
   current_name = PyUnicode_InternFromString("_current");
   hooks = owner == Py_None ? nullptr : Py_NewRef(owner);
   Py_RETURN_NONE;

@@ -87,10 +87,12 @@ def _lender(device: torch.device) -> torch.Tensor:
     if memory is None:
         if len(_lenders) >= MOST_LENDERS:
             _lenders.clear()
-        make = lambda: (torch.empty(LARGEST_LOAN, dtype=torch.uint8, device=device),)  # noqa: E731
-        (memory,) = lasting(make, device)
-        _lenders[key] = memory
+        memory = _lenders[key] = new_lender(device)
     return memory
+
+
+def new_lender(device: torch.device) -> torch.Tensor:
+    return lasting(lambda: (torch.empty(LARGEST_LOAN, dtype=torch.uint8, device=device),), device)[0]
 
 
 def mailbox(plan: Plan, teams: int, splits: int, length: int = 1) -> Shared:

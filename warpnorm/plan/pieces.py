@@ -64,7 +64,8 @@ def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Sh
         return ()  # residual + BatchNorm + ReLU backward, fp16: 65 [71]
     if isinstance(problem, BackwardProblem):
         if not is_half:
-            return Share(2, 200, {400: 6}, 6, 1), Share(4, 200, {400: 3}, 3, 1)  # BatchNorm fp32 83 [76]
+            # BatchNorm fp32 86 [76], 81 with 5, computed again 82
+            return Share(2, 200, {400: 6}, 6, 1, kept=400), Share(4, 200, {400: 3}, 3, 1, kept=400)
         if not is_quick:
             # GroupNorm + SiLU 55 [44], 47 with 4; computed again 46, and 52 with 4
             return (Share(4, 200, {260: 3}, 4, 3, kept=260),)

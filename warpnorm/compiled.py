@@ -70,7 +70,7 @@ def _unfold(func: Any, tensors: Sequence[torch.Tensor], numbers: Sequence[float]
         relabel(o, dtype) if o.dtype != dtype else o
         for o, dtype in zip(call.epilogue(xhat, c, *operands), call.outputs, strict=True)
     ]
-    return [*results, *(torch.empty(library.row_shape(call, tensors)) for _ in call.norm.statistics)]
+    return [*results, *(torch.empty(library.row_shape(call, tensors), device=c.device) for _ in call.norm.statistics)]
 
 
 OWN_HANDLERS = HANDLERS | {torch.ops.warpnorm.norm: _unfold, torch.ops.warpnorm.norm.default: _unfold}

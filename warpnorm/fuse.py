@@ -344,7 +344,7 @@ def by_definition(call: Call, operands: Sequence[torch.Tensor | float]) -> tuple
 def draw(device: torch.device) -> tuple[int, int]:
     """A seed and an offset of PyTorch's generator, which moves on: `torch.manual_seed` repeats them."""
     if device.type != "cuda":
-        return int(torch.randint(1 << 62, ())), 0
+        return int(torch.randint(1 << 62, (), device="cpu")), 0
     if torch.cuda.is_current_stream_capturing():
         raise InputError("a fused dropout cannot be captured in a CUDA graph: every replay would draw the same mask")
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -311,6 +311,40 @@ def test_numbers_of_rows_in_a_formula(before: Function, number: Callable[[int], 
         assert float(shown.split()[-1].rstrip(")")) == pytest.approx(number(rows)), shown
 
 
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+BESIDE: dict[str, Callable[[torch.Tensor], Any]] = {
+    "shape": lambda x: x.shape,
+    "rows": lambda x: x.shape[0],
+    "half": lambda x: x.shape[0] / 2,
+    "root": lambda x: x.shape[0] ** 0.5,
+    "comparison": lambda x: x.shape[0] > 4,
+    "text": lambda x: f"{x.shape[0]} rows",
+    "shown": lambda x: str(x.shape),
+    "dictionary": lambda x: {"rows": x.shape[0], "name": "a name"},
+    "nothing": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE.values(), ids=BESIDE)
+def test_results_that_tell_of_sizes(beside: Callable[[torch.Tensor], Any]) -> None:
+    """Are those of each call, though it is fused once for many."""
+    fused = warpnorm.fuse(lambda x: (F.layer_norm(x, (8,)), beside(x)))
+    for rows in (4, 5, 6, 4):
+        x = random((rows, 8))
+        found = fused(x)[1]
+        assert found == beside(x)
+        assert type(found) is type(beside(x))
+
+
+def test_an_object_that_holds_sizes() -> None:
+    fused = warpnorm.fuse(lambda x: (F.layer_norm(x, (8,)), Holder(x.shape[0])))
+    assert [fused(random((rows, 8)))[1].value for rows in (4, 5, 4)] == [4, 5, 4]
+
+
 def test_threads_capture_once(captures: list[Any]) -> None:
     fused = warpnorm.fuse(swish)
     x, r = random((4, 8)), random((4, 8), seed=1)

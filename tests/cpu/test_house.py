@@ -1,5 +1,5 @@
 """The rules that every file of the package keeps: imports run one way, the environment has one reader, kernels know no
-affine. All are read off the syntax tree; nothing of the package is imported."""
+affine, a new tensor lies where it is said. All are read off the syntax tree; nothing of the package is imported."""
 
 import ast
 from collections.abc import Iterator
@@ -183,3 +183,35 @@ def test_kernels_know_no_affine(path: Path) -> None:
 def test_identifiers_are_found_wherever_they_stand() -> None:
     source = "def weight(a, *, bias=1):\n    b.c(d=e)\nimport f as g"
     assert identifiers(source) == {"weight", "a", "bias", "b", "c", "d", "e", "f", "g"}
+
+
+MAKERS = frozenset({
+    "empty", "empty_strided", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "eye", "rand", "randn",
+    "randint", "scalar_tensor",
+})  # fmt: skip
+OF_COMMANDS = ("bench", "fuzz")  # which have the process to themselves
+
+
+def tensors_without_device(source: str) -> Iterator[int]:
+    """The lines of calls of PyTorch's that make a tensor on whatever device is the default."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call):
+            calls = ast.unparse(node.func)
+            named = {keyword.arg for keyword in node.keywords}
+            is_made = any(calls == f"torch.{name}" or f"torch.{name} " in f"{calls} " for name in MAKERS)
+            if is_made and not named & {"device", None}:
+                yield node.lineno
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_new_tensor_says_where_it_lies(path: Path) -> None:
+    """Under `torch.set_default_device` it would be somewhere else: native code was handed a null pointer by "meta"."""
+    if path.relative_to(ROOT).parts[0] not in OF_COMMANDS:
+        assert list(tensors_without_device(path.read_text())) == []
+
+
+def test_tensor_checker_sees_every_spelling() -> None:
+    for text in ("torch.zeros(3)", "x = torch.empty(2, dtype=d).unbind()", "(torch.empty if a else torch.zeros)(3)"):
+        assert list(tensors_without_device(text)) == [1], text
+    for text in ("torch.zeros(3, device=d)", "torch.empty_like(x)", "torch.zeros(3, **options)", "self.zeros(3)"):
+        assert list(tensors_without_device(text)) == [], text

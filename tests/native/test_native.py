@@ -298,3 +298,28 @@ def test_asking_for_huge_pages_leaves_what_is_there(elements: int, parts: int) -
     start, size = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes)
     build.pool().ask_for_huge_pages(start, size, ctypes.c_int64(parts))
     assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("name", ["fused", "dropout", "batch_norm_relu", "layer_norm", "group_norm", "instance_norm"])
+def test_a_default_device_is_not_where_native_code_computes(name: str) -> None:
+    """It is told where its own memory lies; that on "meta" has no address, and the process ended."""
+
+    def batch_norm_relu(x: torch.Tensor) -> torch.Tensor:
+        return F.relu(F.batch_norm(x, None, None, training=True))
+
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "fused": warpnorm.fuse(lambda x: F.silu(F.layer_norm(x * 2.5, x.shape[-1:]))),
+        "dropout": warpnorm.fuse(lambda x: F.dropout(F.rms_norm(x, x.shape[-1:]), 0.5)),
+        "batch_norm_relu": warpnorm.fuse(batch_norm_relu),
+        "layer_norm": lambda x: warpnorm.layer_norm(x, x.shape[-1:]),
+        "group_norm": lambda x: warpnorm.group_norm(x, 4),
+        "instance_norm": warpnorm.instance_norm,
+    }
+    results = []
+    for device in ("cpu", "meta"):
+        x = torch.randn(4, 8, 40, 40, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with settings.override(route="native"), torch.device(device):
+            torch.manual_seed(1)
+            y = functions[name](x)
+            results.append((y.detach(), *torch.autograd.grad(y, x, x.detach().flip(0))))
+    assert all(a.equal(b) for a, b in zip(*results, strict=True))

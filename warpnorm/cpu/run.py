@@ -86,7 +86,7 @@ class _Launch:
     def wide_zeros(self, count: int, parts: int) -> tuple[torch.Tensor, ...]:
         """A number for each line of each part, of double precision, or of 16 bytes where that is the computation's."""
         words = 2 if self.problem.compute == torch.float64 else 1
-        return torch.zeros(count, parts, self.space.rows * words, dtype=torch.float64).unbind()
+        return torch.zeros(count, parts, self.space.rows * words, dtype=torch.float64, device="cpu").unbind()
 
     def parts(self, units: int) -> int:
         return max(1, min(torch.get_num_threads(), units, self.space.rows * self.space.cols // PART))
@@ -228,7 +228,7 @@ class AcrossForward(_Launch):
         if self.problem.norm.is_computed:
             sums = self.wide_zeros(2, parts)
             self.run(self.first, operands, sums, parts)
-            of_lines = torch.empty(2, space.rows, dtype=compute).unbind()
+            of_lines = torch.empty(2, space.rows, dtype=compute, device="cpu").unbind()
             statistics = _statistics(self)
             averaged = () if running is None else (running.mean, running.variance)
             factors = NO_FACTORS if running is None else running.factors
@@ -272,11 +272,11 @@ class AcrossBackward(_Launch):
         if problem.has_tasks:
             sums = self.wide_zeros(self.summands, parts)
             self.run(self.first, operands, (*grad_outputs, *sums, *of_lines), parts)
-            merged = torch.empty(2, space.rows, dtype=problem.compute).unbind()
+            merged = torch.empty(2, space.rows, dtype=problem.compute, device="cpu").unbind()
             self.run(self.merge, operands, (*grad_outputs, *sums, *merged, *partials), parts)
         written = [gradients[k] for k in problem.written]
         memory.ask_for_huge_pages(written, parts)
-        of_parts = [torch.zeros(parts, space.rows, dtype=torch.float64) for _ in last]
+        of_parts = [torch.zeros(parts, space.rows, dtype=torch.float64, device="cpu") for _ in last]
         self.run(self.last, operands, (*grad_outputs, *written, *of_parts, *merged, *of_lines), parts)
         partials += [sums.sum(0) for sums in of_parts]
         for of, partial in zip((*first, *last), partials, strict=True):
@@ -292,7 +292,9 @@ class AcrossBackward(_Launch):
 
 def _statistics(launch: NativeForward | AcrossForward, units: int | None = None) -> tuple[torch.Tensor, ...]:
     problem = launch.problem
-    return tuple([torch.empty(units or launch.units, dtype=problem.compute) for _ in problem.norm.statistics])
+    return tuple(
+        [torch.empty(units or launch.units, dtype=problem.compute, device="cpu") for _ in problem.norm.statistics]
+    )
 
 
 def _in_memory(*reals: float) -> Any:

@@ -67,7 +67,7 @@ class Sum:
         if self.is_merged:
             return gradients[self.which]
         shape = (parts, *self.shape[1:]) if self.shape[0] == 0 else self.shape
-        return (torch.empty if self.is_written else torch.zeros)(shape, dtype=torch.float64)
+        return (torch.empty if self.is_written else torch.zeros)(shape, dtype=torch.float64, device="cpu")
 
     def settle(self, partial: torch.Tensor, gradient: torch.Tensor) -> None:
         """Writes the gradient, where it lies."""

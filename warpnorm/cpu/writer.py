@@ -48,7 +48,7 @@ LANES = 64
 @cache
 def too_large() -> int:
     """What is too large for a float8_e4m3fn is NaN up to PyTorch 2.12, and the largest number from then on."""
-    return int(torch.tensor(1e4).to(torch.float8_e4m3fn).view(torch.uint8))
+    return int(torch.tensor(1e4, device="cpu").to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def can_write(problem: Problem) -> bool:

@@ -189,7 +189,7 @@ class _Probe:
             (1.0, 0.0, 1e3),
             *((s, 0.0, 0.0) for s in (*small, 0.0)),
         ):
-            values = torch.randn(count, *shape, generator=self.generator, dtype=torch.float32)
+            values = torch.randn(count, *shape, generator=self.generator, dtype=torch.float32, device="cpu")
             values[0] = values[0] * scale + mean
             values[0].view(-1)[0] += far
             yield list(values)
@@ -205,7 +205,7 @@ class _Probe:
             raise TypeError("what it returns is not a tensor of the shape of its input")
         if before != {name: id(value) for name, value in vars(module).items()}:
             raise TypeError("it keeps something of a call for later")
-        weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float32).view(output.shape)
+        weights = torch.linspace(-1, 1, output.numel(), dtype=torch.float32, device="cpu").view(output.shape)
         wanted = [*leaves, *(p for _, p in _parameters(module) if p is not None)]
         return [output.detach(), *torch.autograd.grad((output * weights).sum(), wanted)]
 
@@ -235,7 +235,7 @@ class _Probe:
         """Of the result, for inputs, gates and parameters of 16 and 32 bits. The values have a mean that 16 bits round, and
         are larger than float16 has."""
         shape = next(shape for shape in self.answers if len(shape) == recipe.ndims[-1])
-        given = list(torch.randn(2, *shape, generator=self.generator, dtype=torch.float32))
+        given = list(torch.randn(2, *shape, generator=self.generator, dtype=torch.float32, device="cpu"))
         given[0] = given[0] * 1e4 + 9e4
         single, half = torch.float32, torch.bfloat16
         for of_input, of_gate, of_parameters in product(
@@ -265,7 +265,9 @@ def _copy_of(module: torch.nn.Module, dtype: torch.dtype, generator: torch.Gener
     twin._parameters = {
         name: None
         if p is None
-        else torch.nn.Parameter((torch.rand(p.shape, generator=generator, dtype=torch.float32) + 0.5).to(dtype))
+        else torch.nn.Parameter(
+            (torch.rand(p.shape, generator=generator, dtype=torch.float32, device="cpu") + 0.5).to(dtype)
+        )
         for name, p in _parameters(module)
     }
     return twin

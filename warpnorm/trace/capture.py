@@ -66,7 +66,7 @@ class Tape(TorchDispatchMode):
         return False
 
     def input(self, dtype: torch.dtype) -> torch.Tensor:
-        tensor = torch.ones(PROBE_SHAPE, dtype=dtype)
+        tensor = torch.ones(PROBE_SHAPE, dtype=dtype, device="cpu")
         self._remember(tensor, self.graph.placeholder("input"))
         return tensor
 

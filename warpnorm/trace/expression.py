@@ -117,6 +117,6 @@ def _cast(x: Any, dtype: torch.dtype, compute: torch.dtype) -> Any:
 
 
 def _dropout(x: torch.Tensor, seed: Any, offset: Any, p: float, stream: int) -> torch.Tensor:
-    seed, offset = (torch.as_tensor(number) for number in (seed, offset))
+    seed, offset = (torch.as_tensor(number, device=x.device) for number in (seed, offset))
     scale = 1.0 / (1.0 - p)
     return x * torch.ops.warpnorm.keep(x.detach(), seed, offset, threshold(p), scale, stream)

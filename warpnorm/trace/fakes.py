@@ -266,7 +266,7 @@ def _like(elem: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _one_element(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ones([1] * tensor.ndim, dtype=tensor.dtype)
+    return torch.ones([1] * tensor.ndim, dtype=tensor.dtype, device="cpu")
 
 
 def fixed_size(tensor: torch.Tensor, dim: int) -> int:

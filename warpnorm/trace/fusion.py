@@ -17,7 +17,7 @@ from warpnorm.problem import NUMBER, Axes, Call, Literal, compute_dtype, operand
 from warpnorm.space import Gradients
 from warpnorm.trace import capture, differentiate
 from warpnorm.trace.expression import CAST, DROPOUT, Constant, Expression, Ref, Step
-from warpnorm.trace.fakes import StandIns, Symbols
+from warpnorm.trace.fakes import Shape, StandIns, Symbols
 from warpnorm.trace.record import Calls, Counted, Move, NormCall, Recorded, Recorder, Result, Running, Source
 
 DTYPES = (
@@ -131,7 +131,8 @@ def by_stand_ins(request: Request) -> Captured | None:
     stand_ins = StandIns(request.tensors)
     try:
         recorder, result = _record(request, stand_ins)
-        return None if stand_ins.mode.was_asked else _cut(recorder, stand_ins, result, request)
+        is_asked = stand_ins.mode.was_asked or any(isinstance(leaf, Shape) for leaf in pytree.tree_leaves(result))
+        return None if is_asked else _cut(recorder, stand_ins, result, request)
     except Exception:
         return None
 
@@ -143,6 +144,8 @@ def by_symbols(request: Request) -> Captured:
     ):  # what is wrong is raised, and need not be said before
         try:
             recorder, result = _record(request, fakes)
+            if any(map(_may_hold_symbols, pytree.tree_leaves(result))):
+                raise NotImplementedError("a result may tell of sizes")
         except FusionError:
             raise
         except Exception:  # a symbol in a place that takes no symbols; what is wrong with the function is raised again
@@ -150,6 +153,27 @@ def by_symbols(request: Request) -> Captured:
             recorder, result = _record(request, fakes)
             return replace(_cut(recorder, fakes, result, request), shapes=_shapes(request.tensors))
     return _cut(recorder, fakes, result, request)
+
+
+NUMBERS = (bool, int, float, complex, torch.dtype, torch.device, torch.layout, type(None))
+
+
+def _number(leaf: Any) -> Any:
+    """A result that is no tensor: of a symbol, what it is now, which becomes a condition of the record."""
+    kinds: tuple[tuple[Any, Any], ...] = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
+    if _is_size(leaf):  # which PyTorch's trees take for a tuple
+        return torch.Size(map(int, leaf))
+    return next((plain(leaf) for symbol, plain in kinds if isinstance(leaf, symbol)), leaf)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)
+
+
+def _may_hold_symbols(leaf: Any) -> bool:
+    """Whether nobody can say, as of a text: a record is then for these sizes alone."""
+    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
+    return not isinstance(leaf, (torch.Tensor, *symbols, *NUMBERS))
 
 
 @contextmanager
@@ -186,12 +210,12 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
     if isinstance(norm.c, Literal):
         raise FusionError(f"{norm.line}: the norm is of a constant; normalize a tensor that depends on an argument")
     builder = _Builder(norm, recorder)
-    leaves, tree = pytree.tree_flatten(result)
+    leaves, tree = pytree.tree_flatten(result, is_leaf=_is_size)
     kept: list[Any] = []
     outputs: list[Recorded] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            kept.append(int(leaf) if isinstance(leaf, torch.SymInt) else leaf)
+            kept.append(_number(leaf))
             continue
         value = recorder.value_of(leaf)
         if isinstance(value, Source):

@@ -68,7 +68,9 @@ def _folded(target: Any, node: torch.fx.Node, values: tuple[Value, ...], dtype: 
     """An operator on numbers alone, by PyTorch itself."""
     numbers = iter(values)
     args = [
-        torch.tensor(literal.value, dtype=arg.meta["val"].dtype) if isinstance(arg, torch.fx.Node) else arg
+        torch.tensor(literal.value, dtype=arg.meta["val"].dtype, device="cpu")
+        if isinstance(arg, torch.fx.Node)
+        else arg
         for arg, literal in zip(node.args, numbers, strict=False)
         if isinstance(literal, Literal)
     ]

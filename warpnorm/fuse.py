@@ -12,7 +12,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
 from warpnorm import compiled, functional, pipeline, reference, repeat, repeat_fused
 from warpnorm.errors import InputError, InputTypeError
@@ -73,8 +75,9 @@ class Fused:
         self.__wrapped__ = function
 
     def __get__(self, owner: Any, kind: type | None = None) -> Any:
-        if owner is None:
-            return self
+        wrapped = self.__wrapped__
+        if owner is None or isinstance(wrapped, staticmethod) or not hasattr(type(wrapped), "__get__"):
+            return self  # as of a partial or a module, an attribute that is no method
         if torch.compiler.is_compiling():  # which knows no such class
             return functools.partial(self.run, owner)
         return Bound(self.run, owner)
@@ -100,7 +103,7 @@ class Fused:
         given = args if owner is NOTHING else (owner, *args)
         if pipeline.is_traced(()):
             return compiled.run(self.__wrapped__, given, kwargs)
-        if pipeline.is_seen_through(()):
+        if pipeline.is_seen_through(()) or is_watched():
             return self.__wrapped__(*given, **kwargs)
         proxy = symbolic.proxy_in(args, kwargs)
         if proxy is not None:
@@ -339,6 +342,13 @@ def by_definition(call: Call, operands: Sequence[torch.Tensor | float]) -> tuple
         return outputs
     named = reference.statistics(call, *operands)
     return *outputs, *(named[name] for name in call.norm.statistics)
+
+
+def is_watched() -> bool:
+    """Whether a mode looks at functions, and may change them: any but that of a default device."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return False
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
 
 
 def draw(device: torch.device) -> tuple[int, int]:

@@ -340,9 +340,12 @@ def test_results_that_tell_of_sizes(beside: Callable[[torch.Tensor], Any]) -> No
         assert type(found) is type(beside(x))
 
 
-def test_an_object_that_holds_sizes() -> None:
-    fused = warpnorm.fuse(lambda x: (F.layer_norm(x, (8,)), Holder(x.shape[0])))
-    assert [fused(random((rows, 8)))[1].value for rows in (4, 5, 4)] == [4, 5, 4]
+@pytest.mark.parametrize("beside", [Holder, lambda x: lambda: x, lambda x: {x}], ids=["object", "function", "set"])
+def test_results_that_may_hold_tensors_are_refused(beside: Callable[[torch.Tensor], Any]) -> None:
+    """Those of a capture would come back, which are nobody's."""
+    fused = warpnorm.fuse(lambda x: (F.layer_norm(x, (8,)), beside(x)))
+    with pytest.raises(FusionError, match=r"which may hold tensors"):
+        fused(random((4, 8)))
 
 
 def test_threads_capture_once(captures: list[Any]) -> None:

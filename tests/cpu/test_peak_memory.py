@@ -1,6 +1,6 @@
 """Peak device memory, as the benchmark measured it: fused functions need no more than eager PyTorch, but for the sums that
 programs leave for each other; norms alone, where PyTorch has no intermediate results either, have such sums too. Both
-directions of a fused function together need no more at all, where that was measured."""
+directions of a fused function together need no more, where that was measured, but for a number of each channel."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,8 @@ def test_both_directions_of_fused_functions_need_no_more_than_eager() -> None:
     if not some:
         pytest.skip("these results are older than the measurement")
     for record, ours, eager in some:
-        assert ours <= eager or record["norm"] in ALONE, record["name"]
+        allowed = 4 * record["shape"][1] if record["layout"] else 0  # the variance, which PyTorch computes anew
+        assert ours <= eager + allowed or record["norm"] in ALONE, record["name"]
 
 
 def test_a_fused_function_mostly_needs_much_less() -> None:

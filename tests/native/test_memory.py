@@ -221,3 +221,13 @@ def test_a_forked_process_can_go_on() -> None:
         if child == 0:
             os._exit(0 if torch.equal(norm(), expected) else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_memory_that_an_array_had_can_be_resized() -> None:
+    """NumPy's arrays take that from a storage for good; who has never seen one finds it as it was."""
+    first = norm()
+    first.numpy()
+    del first
+    second = norm(1)
+    second.resize_(2 * ROWS, COLS)
+    assert second.shape == (2 * ROWS, COLS)

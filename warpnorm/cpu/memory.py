@@ -42,7 +42,8 @@ class Kept:
 
     @property
     def is_same(self) -> bool:
-        return self.storage.nbytes() == self.size and self.storage.data_ptr() == self.address
+        is_there = self.storage.nbytes() == self.size and self.storage.data_ptr() == self.address
+        return is_there and self.storage.resizable()  # `numpy` takes that away, for good
 
 
 @cache

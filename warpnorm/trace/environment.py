@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from warpnorm.errors import FusionError
+from warpnorm.trace.fakes import StandIn
 
 # Packages whose functions read nothing that a user changes; `_operator` is `operator` all the same.
 TRUSTED = frozenset({"torch", "warpnorm", "numpy", "builtins", "math", "operator", "functools", "itertools", "typing"})
@@ -168,8 +169,9 @@ def _loads(root: CodeType, code: CodeType, outer: frozenset[str], own: str | Non
             or (op in DEREF and (name in outer or name == own))
             or (op == "LOAD_FAST" and name == own and name not in boxed)  # else it is the cell, for a function inside
         ):
-            if ops[end] in ("STORE_ATTR", "DELETE_ATTR"):
-                what = f"assigns to `{name}.{names[end]}`, which would happen only while it is captured"
+            is_augmented = ops[end] in ("COPY", "DUP_TOP") and ops[end + 1] in ATTRIBUTE  # a.b += 1
+            if ops[end] in ("STORE_ATTR", "DELETE_ATTR") or is_augmented:
+                what = f"assigns to `{name}.{names[end + is_augmented]}`, which would happen only while it is captured"
                 raise _refusal(root, f"{what}; return the value, and assign it outside")
             called = ops[end - 1] == "LOAD_METHOD" or (ops[end - 1] in CALL_BIT and bool(args[end - 1] & 1))
             where = "global" if op in GLOBAL else "own" if name == own else "cell"
@@ -289,6 +291,9 @@ class _Reader:
         return ("call", self.function(call, value)) if isinstance(call, FunctionType) else self.refuse(value)
 
     def tensor(self, value: torch.Tensor) -> Hashable:
+        if type(value) is StandIn:
+            why = ", which a capture left there: the function puts a result into something outside of it"
+            raise _UnkeyableError(value, f"{why}, and that happens only while it is captured; return it instead.")
         for index, known in enumerate(self.tensors):
             if known is value:
                 return index
@@ -308,8 +313,10 @@ class _Reader:
 
     def record(self, value: Any) -> Hashable:
         """A named tuple or a frozen dataclass."""
-        items = value if isinstance(value, tuple) else [getattr(value, field.name) for field in fields(value)]
-        return self.kind(type(value)), tuple([self.key(item) for item in items])
+        names = () if isinstance(value, tuple) else tuple([field.name for field in fields(value)])
+        items = value if isinstance(value, tuple) else [getattr(value, name) for name in names]
+        more = {name: item for name, item in getattr(value, "__dict__", {}).items() if name not in names}
+        return self.kind(type(value)), tuple([self.key(item) for item in items]), self.key(more)
 
     def module(self, value: nn.Module, is_owner: bool = False) -> Hashable:
         """All that it holds, for what is done with it cannot be told. Hooks of an owner run around its fused `forward`, and
@@ -336,7 +343,7 @@ class _Reader:
 
     def kind(self, kind: type) -> Hashable:
         """A class: itself and, if it is a user's, its attributes and all that its methods read."""
-        if _trusted(kind.__module__) or issubclass(kind, Enum):
+        if _trusted(kind.__module__):
             return kind
         if issubclass(kind, torch.autograd.Function):
             raise _UnkeyableError(
@@ -345,14 +352,17 @@ class _Reader:
         if again := self.again(kind):
             return again
         items = [item for base in kind.__mro__ if not _trusted(base.__module__) for item in vars(base).items()]
+        if issubclass(kind, Enum):  # its members are as they were made
+            items = [(name, item) for name, item in items if isinstance(_plain(item), FunctionType)]
         plain = [(name, _plain(item)) for name, item in items]
         return kind, tuple([(name, self.key(item)) for name, item in plain if _is_read(kind, name, item)])
 
     def method(self, value: MethodType) -> Hashable:
         function: Any = value.__func__
-        while not isinstance(function, FunctionType) and _trusted(type(function).__module__):
+        while not isinstance(function, FunctionType | None) and _trusted(type(function).__module__):
             function = getattr(function, "__wrapped__", None)
-        return ("bound", self.function(function, value.__self__)) if function else self.refuse(value)
+        is_known = isinstance(function, FunctionType)
+        return ("bound", self.function(function, value.__self__)) if is_known else self.refuse(value)
 
     def partial(self, value: partial) -> Hashable:
         maker = getattr(value.func, "__self__", None)
@@ -382,7 +392,7 @@ class _Reader:
         return type(value), value.group_name, value.size()
 
     def member(self, value: Enum) -> Hashable:
-        return type(value), value
+        return self.kind(type(value)), value
 
     def spelled(self, value: Any) -> Hashable:
         return type(value), repr(value)
@@ -402,6 +412,11 @@ def _content(cell: CellType) -> Any:
 
 
 def _refuse_hooks(module: nn.Module) -> None:
+    of_all = vars(nn.modules.module)
+    if any(of_all.get(f"_global_{name}_hooks") for name in ("forward", "forward_pre", "backward", "backward_pre")):
+        raise _UnkeyableError(
+            module, ", and all modules have hooks, which would run only while it is captured: remove them."
+        )
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         raise _UnkeyableError(module, ", with hooks, which would run only while it is captured: remove them.")
 

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -144,8 +145,8 @@ def by_symbols(request: Request) -> Captured:
     ):  # what is wrong is raised, and need not be said before
         try:
             recorder, result = _record(request, fakes)
-            if any(map(_may_hold_symbols, pytree.tree_leaves(result))):
-                raise NotImplementedError("a result may tell of sizes")
+            if any(isinstance(leaf, str | bytes) for leaf in pytree.tree_leaves(result)):
+                raise NotImplementedError("a text may tell of sizes: the record is for these alone")
         except FusionError:
             raise
         except Exception:  # a symbol in a place that takes no symbols; what is wrong with the function is raised again
@@ -155,25 +156,28 @@ def by_symbols(request: Request) -> Captured:
     return _cut(recorder, fakes, result, request)
 
 
-NUMBERS = (bool, int, float, complex, torch.dtype, torch.device, torch.layout, type(None))
+CONSTANTS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.layout, type(None))
 
 
-def _number(leaf: Any) -> Any:
-    """A result that is no tensor: of a symbol, what it is now, which becomes a condition of the record."""
+def _beside(leaf: Any, norm: NormCall) -> Any:
+    """A result that is no tensor: of a symbol, what it is now, which becomes a condition of the record. Whatever else might
+    hold tensors that are nobody's."""
     kinds: tuple[tuple[Any, Any], ...] = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
     if _is_size(leaf):  # which PyTorch's trees take for a tuple
         return torch.Size(map(int, leaf))
-    return next((plain(leaf) for symbol, plain in kinds if isinstance(leaf, symbol)), leaf)
+    for symbol, plain in kinds:
+        if isinstance(leaf, symbol):
+            return plain(leaf)
+    if not isinstance(leaf, CONSTANTS):
+        raise FusionError(
+            f"{norm.line}: a result is of type {type(leaf).__name__}, which may hold tensors that are not computed yet; "
+            "return tensors, numbers and texts, in tuples, lists and dictionaries"
+        )
+    return leaf
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, torch.Size)
-
-
-def _may_hold_symbols(leaf: Any) -> bool:
-    """Whether nobody can say, as of a text: a record is then for these sizes alone."""
-    symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    return not isinstance(leaf, (torch.Tensor, *symbols, *NUMBERS))
 
 
 @contextmanager
@@ -215,7 +219,7 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
     outputs: list[Recorded] = []
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
-            kept.append(_number(leaf))
+            kept.append(_beside(leaf, norm))
             continue
         value = recorder.value_of(leaf)
         if isinstance(value, Source):

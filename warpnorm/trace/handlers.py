@@ -22,8 +22,7 @@ def _signature(func: Any) -> inspect.Signature:
 
 
 def layer_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    given = _bound(F.layer_norm if func is torch.layer_norm else func, args, kwargs)
-    return _norm(LAYER_NORM, given)
+    return _norm(LAYER_NORM, _operator(torch.layer_norm, F.layer_norm, func, args, kwargs))
 
 
 def rms_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -41,8 +40,14 @@ def _autocast(operator: str, c: torch.Tensor) -> torch.Tensor:
     return c.to(torch.promote_types(c.dtype, torch.float32)) if is_wide else c
 
 
+def _operator(operator: Any, function: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Of the operator or the function, which has no flag for cuDNN after the rest."""
+    is_operator = func is operator
+    return _bound(function if is_operator else func, args[:5] if is_operator else args, kwargs)
+
+
 def _bound(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs.pop("cudnn_enable", None)
+    kwargs = {name: value for name, value in kwargs.items() if name not in ("cudnn_enable", "cudnn_enabled")}
     ranks = kwargs.pop("ranks", "")
     bound = _signature(func).bind(*args, **kwargs)
     bound.apply_defaults()
@@ -62,6 +67,9 @@ def _norm(norm: Norm, given: dict[str, Any]) -> torch.Tensor:
             raise InputError(f"{norm.name}: {what} has shape {tuple(parameter.shape)}, but normalized_shape is {shape}")
     c = _autocast(norm.name, c)
     output = normalize(c, len(shape), norm.name, float(given["eps"]), 0, given.get("ranks", ""))
+    if given.get("weight_offset") and weight is None:
+        offset = given["weight_offset"]
+        raise InputError(f"{norm.name}: weight_offset is {offset}, but there is no weight to add it to")
     if weight is not None:
         output = output * (weight + given["weight_offset"] if given.get("weight_offset") else weight)
     if bias is not None:
@@ -70,9 +78,14 @@ def _norm(norm: Norm, given: dict[str, Any]) -> torch.Tensor:
 
 
 def _normalized_shape(norm: Norm, given: dict[str, Any], c: torch.Tensor) -> tuple[int, ...]:
-    if given.get("normalized_dim") is not None:
-        return tuple(fixed_size(c, dim) for dim in range(c.ndim)[given["normalized_dim"] :])
-    wanted = given["normalized_shape"]
+    wanted, dim = given["normalized_shape"], given.get("normalized_dim")
+    if (wanted is None) == (dim is None):
+        both = "neither" if dim is None else "both"
+        raise InputError(f"{norm.name}: give normalized_shape or normalized_dim, but {both} was given")
+    if dim is not None:
+        if not -c.ndim <= dim < c.ndim:
+            raise InputError(f"{norm.name}: normalized_dim is {dim}, but input has {c.ndim} dimensions")
+        return tuple(fixed_size(c, d) for d in range(c.ndim)[dim:])
     shape = tuple(int(size) for size in ((wanted,) if isinstance(wanted, int | torch.SymInt) else wanted))
     own = tuple(fixed_size(c, dim) for dim in range(max(c.ndim - len(shape), 0), c.ndim)) if shape else ()
     if not shape or own != shape:
@@ -104,7 +117,7 @@ def batch_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def group_norm(func: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    given = _bound(F.group_norm if func is torch.group_norm else func, args, kwargs)
+    given = _operator(torch.group_norm, F.group_norm, func, args, kwargs)
     groups, channels = int(given["num_groups"]), fixed_size(_with_channels("group_norm", given["input"]), 1)
     if groups <= 0 or channels % groups:
         raise InputError(f"group_norm: num_groups is {groups}, but must divide the {channels} channels of the input")

@@ -19,6 +19,8 @@ from warpnorm.trace.expression import DROPOUT, RELABEL, Constant
 from warpnorm.trace.fakes import StandIns, Symbols, is_fake, is_pointwise, memory
 
 aten = torch.ops.aten
+# Operators in place whose overloads have other names than those of what gives a new tensor
+INSTEAD = {aten.pow_.Scalar: aten.pow.Tensor_Scalar, aten.pow_.Tensor: aten.pow.Tensor_Tensor}
 OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 READS_A_VALUE = {
     aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default,
@@ -362,7 +364,7 @@ class Recorder(TorchDispatchMode):
             written = Literal.of(operators.as_number(0 if func is aten.zero_.default else args[1], target.dtype))
         else:
             packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
-            plain = getattr(packet, func._overloadname)
+            plain = INSTEAD.get(func) or getattr(packet, func._overloadname)
             written = self._operation(plain, args, kwargs, result)
         self.values[target] = written
         return written

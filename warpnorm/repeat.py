@@ -14,8 +14,7 @@ from warpnorm import library, pipeline, settings
 from warpnorm.errors import InputError
 from warpnorm.launch import launcher
 from warpnorm.launch.autograd import RepeatedNormalization, are_batched, gradients_of, is_differentiated
-from warpnorm.launch.lasting import lasting
-from warpnorm.launch.shared import LARGEST_LOAN, new_lender, team_mailbox
+from warpnorm.launch.lasting import LARGEST_LOAN, lasting, new_lender
 from warpnorm.norms import LAYER_NORM, Norm
 from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View, address_of
 from warpnorm.reference import Affine, Itself
@@ -23,7 +22,6 @@ from warpnorm.settings import Settings
 from warpnorm.trace.arrange import spread
 
 LARGEST_CACHE = 4096
-TO_SHARE = (team_mailbox, new_lender, LARGEST_LOAN)  # what programs tell each other by
 # Bytes of statistics that nobody reads up to which they have a place of their own, instead of an allocation each time
 LARGEST_SCRATCH = 1 << 20
 
@@ -142,6 +140,12 @@ def prepare_launcher() -> str:
     return launcher.prepare(_set_up)
 
 
+def _mailbox(teams: int, splits: int, length: int, device: torch.device) -> torch.Tensor:
+    from warpnorm.launch.shared import team_mailbox  # beside kernels, which are there by now
+
+    return team_mailbox(teams, splits, length, device)
+
+
 def _set_up(module: Any) -> None:
     global quick
     is_cuda = torch.version.cuda is not None
@@ -151,7 +155,8 @@ def _set_up(module: Any) -> None:
 
         hooks = triton.knobs.runtime
     stream = torch._C._cuda_getCurrentRawStream if is_cuda else None
-    module.set_up(torch.nn.Parameter, DeviceContext, vars(settings), stream, hooks, _backward, *TO_SHARE)
+    to_share = (_mailbox, new_lender, LARGEST_LOAN)
+    module.set_up(torch.nn.Parameter, DeviceContext, vars(settings), stream, hooks, _backward, *to_share)
     quick = module.call
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import warpnorm
 from warpnorm import packed, pipeline, settings
 from warpnorm.cpu import build, run
-from warpnorm.launch import shared
+from warpnorm.launch import lasting, shared
 from warpnorm.trace import environment
 
 numbers = count()
@@ -145,7 +145,7 @@ def test_lenders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "_lenders", {})
     monkeypatch.setattr(shared, "MOST_LENDERS", 4)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(shared, "lasting", lambda make, device: make())
+    monkeypatch.setattr(lasting, "lasting", lambda make, device: make())
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *sizes, device, **options: empty(*sizes, **options))
     words = shared.Shared((4, 8), torch.int32, shared.ZEROS)

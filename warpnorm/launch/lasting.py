@@ -6,6 +6,9 @@ from typing import TypeVar
 
 import torch
 
+# Bytes that a stream keeps for the backwards of fused functions, which come one after another: what their programs leave for
+# each other then is no memory of the call, of which eager PyTorch needs none. Whatever is larger is taken anew
+LARGEST_LOAN = 1 << 20
 Tensors = TypeVar("Tensors", bound=Sequence[torch.Tensor])
 
 
@@ -27,3 +30,7 @@ def lasting(make: Callable[[], Tensors], device: torch.device) -> Tensors:
     for tensor in found:
         tensor.record_stream(user)  # so that nobody else has it, once it is dropped, before the work is done
     return found
+
+
+def new_lender(device: torch.device) -> torch.Tensor:
+    return lasting(lambda: (torch.empty(LARGEST_LOAN, dtype=torch.uint8, device=device),), device)[0]

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from warpnorm.kernels.messages import BOXES
-from warpnorm.launch.lasting import lasting
+from warpnorm.launch.lasting import LARGEST_LOAN, lasting, new_lender
 from warpnorm.locks import Lock
 from warpnorm.plan.plan import Plan
 
@@ -53,9 +53,6 @@ class Shared(NamedTuple):
         return sizes, self.dtype.itemsize, self.kind
 
 
-# Bytes that a stream keeps for the backwards of fused functions, which come one after another: what their programs leave for
-# each other then is no memory of the call, of which eager PyTorch needs none. Whatever is larger is taken anew
-LARGEST_LOAN = 1 << 20
 MOST_LENDERS = 64
 APART = 256  # bytes: each part begins at a multiple of them
 _lenders: dict[Any, torch.Tensor] = {}
@@ -89,10 +86,6 @@ def _lender(device: torch.device) -> torch.Tensor:
             _lenders.clear()
         memory = _lenders[key] = new_lender(device)
     return memory
-
-
-def new_lender(device: torch.device) -> torch.Tensor:
-    return lasting(lambda: (torch.empty(LARGEST_LOAN, dtype=torch.uint8, device=device),), device)[0]
 
 
 def mailbox(plan: Plan, teams: int, splits: int, length: int = 1) -> Shared:

@@ -135,6 +135,7 @@ def test_powers_in_place(x: torch.Tensor) -> None:
 
     torch.testing.assert_close(warpnorm.fuse(power)(x), norm(x) ** 2)
     torch.testing.assert_close(warpnorm.fuse(lambda x: norm(x).square_())(x), norm(x) ** 2)
+    torch.testing.assert_close(warpnorm.fuse(lambda x: norm(x).abs_())(x), norm(x).abs())
 
 
 def test_flags_for_cudnn(x: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 _tensor: Any = torch.Tensor
 # Elementwise, but not marked so by every version of PyTorch
 ALSO_POINTWISE = frozenset({
-    "_to_copy", "alias", "celu", "clone", "copy", "detach", "elu", "fill", "floor_divide", "gelu", "hardshrink",
+    "abs", "_to_copy", "alias", "celu", "clone", "copy", "detach", "elu", "fill", "floor_divide", "gelu", "hardshrink",
     "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "lift_fresh", "log_sigmoid_forward", "masked_fill", "mish",
     "nan_to_num", "rsub", "silu", "softplus", "softshrink", "threshold", "where", "zero",
 })  # fmt: skip

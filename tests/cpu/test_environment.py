@@ -284,6 +284,18 @@ REFUSALS = [
         "drawn", lambda x: x * np.random.rand(), "reads `np.random.rand`, which changes", "another value each time"
     ),
     Refusal("seed", lambda x: x * torch.initial_seed(), "reads `torch.initial_seed`, which changes", "it may be set"),
+    Refusal(
+        "flag",
+        lambda x: x * torch.backends.cudnn.enabled,
+        "reads `torch.backends.cudnn.enabled`, which",
+        "it may be set",
+    ),
+    Refusal(
+        "mode",
+        lambda x: x * torch.is_inference_mode_enabled(),
+        "reads `torch.is_inference_mode_enabled`",
+        "never in one",
+    ),
     Refusal("globals", lambda x: globals()["count"], "`globals` is of type builtin", "no path shows what it reads"),
     Refusal("hooks", hooked.forward, "`self.norm` is of type LayerNorm, with hooks", "they would run only once"),
     Refusal("ring", lambda x: ring[0], "`ring` is of type list, and holds itself", "it has no end"),

@@ -31,6 +31,10 @@ CHANGING = (
     "torch.random.",
     "torch.get_num_threads",
     "torch.get_rng_state",
+    "torch.are_deterministic_algorithms_enabled",
+    "torch.backends.",
+    "torch.get_float32_matmul_precision",
+    "torch.is_inference_mode_enabled",
 )
 UNSEEN = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})  # builtins that read what no path shows
 MODULE_STATE = frozenset(vars(nn.Module()))

@@ -283,11 +283,10 @@ def _backward(
     left = grid.left(plan, problem) if plan.pattern in (COLUMN, HELD) else problem.reduced
     sums = [grid.gradient_sum(plan, space, problem, i) for i in left]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize
-    if grid.sum_programs(plan, space, problem):
-        partials, times = 0, 2  # what others sum they read once more
-    of_rows, of_parts = grid.backward(plan, space)
     of_sums = grid.sum_programs(plan, space, problem)
-    of_rows = grid.row_programs(plan, space, problem) if of_sums else of_rows
+    if of_sums:
+        partials, times = 0, 2  # what others sum they read once more
+    of_rows, of_parts = grid.row_programs(plan, space, problem), grid.backward(plan, space)[1]
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), (of_rows + of_sums, of_parts))]
     sum_plan = choose.column_sum(problem, device)
     if plan.pattern == COLUMN:

@@ -113,6 +113,20 @@ def test_sixteen_byte_accesses_and_no_local_memory(
         assert kernel.metadata.shared <= KNOWN[target].shared_bytes, f"{direction} {name}"
 
 
+LONG = (
+    Case("few_images", BATCH_NORM, (8, 256, 56, 56), False, is_held=True),
+    Case("long_lines", BATCH_NORM, (32, 64, 112, 112), False, is_held=True),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", LONG, ids=str)
+def test_halves_that_barely_fit(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes do not: of bfloat16, widened all at once, it was 656, and a third of the speed."""
+    for direction, name, kernel in compile_all(case, dtype, "sm_90", monkeypatch):
+        assert local_memory(kernel.asm["cubin"]) <= 64, f"{direction} {name}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_amd_by_channel(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

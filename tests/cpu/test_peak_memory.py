@@ -50,7 +50,7 @@ def test_both_directions_of_fused_functions_need_no_more_than_eager() -> None:
     if not some:
         pytest.skip("these results are older than the measurement")
     for record, ours, eager in some:
-        allowed = 4 * record["shape"][1] if record["layout"] else 0  # the variance, which PyTorch computes anew
+        allowed = 4 * record["shape"][1] if record["layout"] else 0  # the variance, which PyTorch does not keep
         assert ours <= eager + allowed or record["norm"] in ALONE, record["name"]
 
 

@@ -158,11 +158,11 @@ def test_lenders(monkeypatch: pytest.MonkeyPatch) -> None:
             for t in (*partials, *lines):
                 t.fill_(k + 1)
             assert all((t == k + 1).all() for t in (*partials, *lines)), "they lie apart"
-            threads = [Thread(target=lambda: shared._lock.__enter__(), daemon=True)]
-            threads[0].start()
-            threads[0].join(0.01)
-            assert threads[0].is_alive(), "another thread waits"
-        threads[0].join()
+            thread = Thread(target=shared._lock.__enter__, daemon=True)
+            thread.start()
+            thread.join(0.01)
+            assert thread.is_alive(), "another thread waits"
+        thread.join()
         shared._lock.free()
         with shared.lent((3, 100), torch.float32, words, device) as (again, lines):
             assert [t.data_ptr() for t in again] == [t.data_ptr() for t in partials]

@@ -89,7 +89,7 @@ def lone_rows(plan: Plan) -> int:
 
 
 def row_programs(plan: Plan, space: Space, problem: BackwardProblem) -> int:
-    """How many have rows, of pattern `row`, backward."""
+    """How many programs have rows, or how many teams, backward."""
     is_few = sum_programs(plan, space, problem) > 0
     return -(-space.rows // lone_rows(plan)) if is_few else backward(plan, space)[0]
 

@@ -117,6 +117,6 @@ def _cast(x: Any, dtype: torch.dtype, compute: torch.dtype) -> Any:
 
 
 def _dropout(x: torch.Tensor, seed: Any, offset: Any, p: float, stream: int) -> torch.Tensor:
-    seed, offset = (torch.as_tensor(number, device=x.device) for number in (seed, offset))
+    seed, offset = (n if isinstance(n, torch.Tensor) else torch.as_tensor(n, device="cpu") for n in (seed, offset))
     scale = 1.0 / (1.0 - p)
     return x * torch.ops.warpnorm.keep(x.detach(), seed, offset, threshold(p), scale, stream)

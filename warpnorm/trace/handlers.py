@@ -80,8 +80,8 @@ def _norm(norm: Norm, given: dict[str, Any]) -> torch.Tensor:
 def _normalized_shape(norm: Norm, given: dict[str, Any], c: torch.Tensor) -> tuple[int, ...]:
     wanted, dim = given["normalized_shape"], given.get("normalized_dim")
     if (wanted is None) == (dim is None):
-        both = "neither" if dim is None else "both"
-        raise InputError(f"{norm.name}: give normalized_shape or normalized_dim, but {both} was given")
+        which = "neither" if dim is None else "both"
+        raise InputError(f"{norm.name}: give normalized_shape or normalized_dim, but {which} was given")
     if dim is not None:
         if not -c.ndim <= dim < c.ndim:
             raise InputError(f"{norm.name}: normalized_dim is {dim}, but input has {c.ndim} dimensions")

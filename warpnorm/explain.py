@@ -278,7 +278,7 @@ def _backward(
     tiles = _bytes(views, problem.operands, TILES) + _bytes(grads, problem.grad_outputs)
     has_sums = plan.pattern in (LONG_ROW, COLUMN) and problem.needs_grad_xhat and problem.norm.is_computed
     times = 2 if has_sums else 1
-    statistics = len(problem.norm.statistics) * space.statistics * problem.compute.itemsize * (1 + 2 * has_sums)
+    statistics = len(problem.norm.saved) * space.statistics * problem.compute.itemsize * (1 + 2 * has_sums)
     last = choose.last_tasks(problem, plan, space, device)
     left = grid.left(plan, problem) if plan.pattern in (COLUMN, HELD) else problem.reduced
     sums = [grid.gradient_sum(plan, space, problem, i) for i in left]

@@ -219,7 +219,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Sequence[torch
         ctx.text = call_text.written(short.call, tuple(t.dtype for t in tensors))
     ctx.mark_non_differentiable(*without_gradient(call, outputs), *rows)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, *rows)
+    ctx.save_for_backward(*tensors, *rows[: len(call.norm.saved)])
 
 
 def _backward(ctx: Any, grads: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:

@@ -22,10 +22,13 @@ class Norm:
 
     @property
     def statistics(self) -> tuple[str, ...]:
-        """What is kept of each row for backward, and what `return_stats=True` returns."""
-        if not self.is_computed:
-            return ()
-        return (("mean",) * self.is_centered) + ("rstd",) + (("variance",) * self.keeps_variance)
+        """What forward finds of each row."""
+        return self.saved + (("variance",) * self.keeps_variance)
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """What is kept of each row for backward, and what `return_stats=True` returns: the first of the statistics."""
+        return (("mean",) * self.is_centered) + ("rstd",) if self.is_computed else ()
 
     @property
     def is_by_channel(self) -> bool:

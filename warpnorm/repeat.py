@@ -98,8 +98,9 @@ def described(
     running: Sequence[int] = (),
 ) -> tuple[Any, ...] | None:
     """As the compiled launcher takes it, but for the key and what Python does: tensors like the outputs, whether a tuple of
-    them is returned, places of statistics, how many of them there are, of how many rows, and whether they are doubles; the
-    launches, and what they share. Nothing if it does not take it. `operands` and `running` are numbers of tensors."""
+    them is returned, places of statistics, how many of them there are and are kept for backward, of how many rows, and
+    whether they are doubles; the launches, and what they share. Nothing if it does not take it. `operands` and `running` are
+    numbers of tensors."""
     how = launch.described(operands, len(outputs), running) if hasattr(launch, "described") else None
     if how is None:
         return None
@@ -111,7 +112,8 @@ def described(
             return None
         scratch = _scratch_at(place, launch, input)
     is_double = problem.compute == torch.float64
-    return tuple(outputs), is_tuple, scratch, len(problem.norm.statistics), launch.units, is_double, *how
+    counts = len(problem.norm.statistics), len(problem.norm.saved)
+    return tuple(outputs), is_tuple, scratch, *counts, launch.units, is_double, *how
 
 
 def _place(launch: Any, device: torch.device) -> tuple[Any, ...]:

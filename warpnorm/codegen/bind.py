@@ -429,7 +429,9 @@ def _pointers(problem: Problem, operands: Sequence[Operand]) -> tuple[Argument, 
 
 
 def _statistics(problem: Problem) -> tuple[Argument, ...]:
-    return tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.norm.statistics)
+    norm = problem.norm
+    names = norm.saved if isinstance(problem, BackwardProblem) else norm.statistics
+    return tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in names)
 
 
 def _geometry(problem: Problem, tensors: Sequence[Operand], has_groups: bool = False) -> dict[str, Any]:

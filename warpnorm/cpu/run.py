@@ -199,7 +199,8 @@ class NativeBackward(_Launch):
         partials = [of.partial(parts, gradients) for of in self.sums]
         written = [gradients[k] for k in self.problem.written]
         memory.ask_for_huge_pages(written, parts if self.problem.norm.is_by_channel else 1)
-        self.run(self.function, operands, (*grad_outputs, *written, *statistics, *partials), parts)
+        saved = statistics[: len(self.problem.norm.saved)]
+        self.run(self.function, operands, (*grad_outputs, *written, *saved, *partials), parts)
         for of, partial in zip(self.sums, partials, strict=True):
             of.settle(partial, gradients[of.which])
 

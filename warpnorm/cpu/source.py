@@ -243,9 +243,9 @@ class _Backward(_Rows, OfGradients):
         first = len(problem.operands) + len(problem.grad_outputs)
         self.declare([(name, operand, first + k) for k, (name, operand) in enumerate(written)], False)
         first += len(written)
-        for k, name in enumerate(norm.statistics):
+        for k, name in enumerate(norm.saved):
             self.add(f"const {self.type} *{name}_p = (const {self.type} *)p[{first + k}];", f"(void){name}_p;")
-        first += len(norm.statistics)
+        first += len(norm.saved)
         self.declare_sums(problem.reduced, first)
         by_column = [k for k in problem.reduced if problem.gradients[k].axes in (COLUMN, GROUP)]
         scalars = [k for k in problem.reduced if problem.gradients[k].axes == SCALAR]
@@ -303,12 +303,7 @@ class _Backward(_Rows, OfGradients):
 
     def start_row(self) -> None:
         self.add(f"const int64_t number = {self.row_number()};", "(void)number;")
-        self.add(*(f"const {self.type} {name} = {name}_p[number];" for name in self.statistics))
-
-    @property
-    def statistics(self) -> list[str]:
-        norm = self.problem.norm
-        return [name for name in norm.statistics if name != "variance"] if norm.is_computed else []
+        self.add(*(f"const {self.type} {name} = {name}_p[number];" for name in self.problem.norm.saved))
 
     def row(self, written: Sequence[tuple[str, Operand]], by_column: Sequence[int], scalars: Sequence[int]) -> None:
         self.start_row()
@@ -330,7 +325,7 @@ class _Backward(_Rows, OfGradients):
         lines, used, results = self.second_walk(written)
         lines, draws = self.drawn_before(lines)
         by_row = [(name, o) for _, name, o in self.loaded if name in used and o.axes in BY_ROW]
-        values = [*self.statistics, *self.term_names, *(name for name, o in by_row if o.axes in ALONG)]
+        values = [*self.problem.norm.saved, *self.term_names, *(name for name, o in by_row if o.axes in ALONG)]
         places = ["drawn", "kept", *(f"{name}_line" for name, _ in (*by_row, *written))]
         self.add(f"{self.type} {', '.join(f'{name}_of[{count}]' for name in values)};")
         self.add(f"int64_t {', '.join(f'{name}_of[{count}]' for name in places)};", "const int64_t base = row;")

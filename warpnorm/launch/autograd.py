@@ -36,6 +36,11 @@ def without_gradient(call: Call, outputs: Sequence[torch.Tensor]) -> list[torch.
     return [o for i, o in enumerate(outputs) if i in call.detached or not o.is_floating_point()]
 
 
+def _saved(call: Call, statistics: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Those that backward reads."""
+    return statistics[: len(call.norm.saved)]
+
+
 class Normalization(torch.autograd.Function):
     """(flow, call, running, *operands) -> (*outputs, *statistics)."""
 
@@ -50,7 +55,9 @@ class Normalization(torch.autograd.Function):
         if short is not None:
             ctx.call, ctx.kept, operands = short.call, short.kept, tuple(short.of(outputs, operands))
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
-        ctx.save_for_backward(*(o if isinstance(o, torch.Tensor) else None for o in operands), *statistics)
+        ctx.save_for_backward(
+            *(o if isinstance(o, torch.Tensor) else None for o in operands), *_saved(call, statistics)
+        )
         ctx.mark_non_differentiable(*without_gradient(call, outputs), *statistics)
         ctx.set_materialize_grads(False)  # no zeros for the statistics, which have no gradient
         return (*outputs, *statistics)
@@ -75,7 +82,7 @@ class RepeatedNormalization(torch.autograd.Function):
     def forward(ctx: Any, flow: Flow, call: Call, *operands: torch.Tensor) -> torch.Tensor:
         (output,), statistics = flow.forward(call, operands, running=None)
         ctx.flow, ctx.call = flow, call
-        ctx.save_for_backward(*operands, *statistics)
+        ctx.save_for_backward(*operands, *_saved(call, statistics))
         return output
 
     @staticmethod
@@ -96,7 +103,7 @@ class ChannelNormalization(torch.autograd.Function):
     def forward(ctx: Any, seen: Any, running: Running | None, *operands: torch.Tensor) -> torch.Tensor:
         output, statistics = seen.run(operands, running)
         ctx.seen = seen
-        ctx.save_for_backward(*operands, *statistics)
+        ctx.save_for_backward(*operands, *_saved(seen.call, statistics))
         return output
 
     @staticmethod

@@ -42,9 +42,10 @@ class _Launch:
             return
         device = gradients[0].device
         read = tuple(map(in_bits, (*operands, *grad_outputs)))
+        saved = tuple(statistics[: len(self.problem.norm.saved)])
         loan = (self.partial_sizes, self.problem.compute, self.shared, device)
         with on_device(gradients[0]), lent(*loan) as (partials, shared):
-            for kernel, programs, *arguments in self.steps(read, tuple(statistics), gradients, partials, shared):
+            for kernel, programs, *arguments in self.steps(read, saved, gradients, partials, shared):
                 kernel.launch(programs, *arguments)
 
     def described(self, operands: int) -> tuple[Any, ...] | None:
@@ -53,7 +54,7 @@ class _Launch:
         problem = self.problem
         if len(problem.given) != 1:
             return None
-        counts = (operands, len(problem.norm.statistics), 1, len(problem.wanted), len(self.partial_sizes))
+        counts = (operands, len(problem.norm.saved), 1, len(problem.wanted), len(self.partial_sizes))
         read, statistics, grads, *others = numbered(0, *counts, self.shared.parts)
         found = described(self.steps((*read, *grads), statistics, *others), self.shared)
         return None if found is None else (self.partial_sizes, *found)
@@ -112,7 +113,7 @@ class BackwardLaunch(_Launch):
             return mailbox(self.plan, self.plan.programs, self.plan.splits)
         if self.plan.pattern == LONG_ROW:
             rows = -(-self.space.rows // 4) * 4  # each begins at a multiple of 16 bytes
-            return Shared((rows,) * len(self.problem.norm.statistics), self.problem.compute, EMPTY)
+            return Shared((rows,) * len(self.problem.norm.saved), self.problem.compute, EMPTY)
         return Shared()
 
     @cached_property

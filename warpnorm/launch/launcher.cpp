@@ -294,7 +294,7 @@ struct Entry {
   bool has_formats = false;                    // gradients lie in memory as what they are of
   bool is_refused = false;                     // by the device
   std::vector<at::Tensor> scratch;             // where statistics go that nobody reads; or none, and they are new each time
-  int64_t statistics = 0, rows = 0;
+  int64_t statistics = 0, kept_statistics = 0, rows = 0;  // the first ones are kept for backward
   at::ScalarType compute = at::kFloat;
   std::vector<Launch> forward;
   Shared shared;
@@ -523,7 +523,7 @@ struct Normalization : torch::autograd::Function<Normalization> {
     auto outputs = run_forward(run, operands, statistics);
     variable_list saved;
     for (const auto i : entry.saved) saved.push_back(i < 0 ? outputs[-1 - i] : operands[i]);
-    saved.insert(saved.end(), statistics.begin(), statistics.end());
+    saved.insert(saved.end(), statistics.begin(), statistics.begin() + entry.kept_statistics);
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
     context->saved_data["entry"] = reinterpret_cast<int64_t>(run.entry);
@@ -739,16 +739,16 @@ bool read_shared(PyObject* given, Shared& shared) {
 }
 
 /* ((kind, eps, shape, *operands), tensors like the outputs, whether a tuple of them is returned, scratch, how many
-   statistics there are, of how many rows, whether they are doubles, launches, what these share, operands that they write,
+   statistics there are and are kept, of how many rows, whether they are doubles, launches, what these share, operands that they write,
    what is kept for backward, bits of the operands that it is for, whether gradients lie as these do, repeat, who owns what
    the launches point to, whether it is of a norm alone): whether the call is found from now on. */
 PyObject* remember(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *given, *outputs, *scratch, *launches, *shared, *written, *saved, *repeat, *owner;
-  long long statistics, rows, differentiable;
+  long long statistics, kept_statistics, rows, differentiable;
   int is_tuple, is_double, has_formats, is_alone;
-  if (!PyArg_ParseTuple(args, "O!O!pO!LLpO!O!O!O!LpOOp", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple,
-                        &PyTuple_Type, &scratch, &statistics, &rows, &is_double, &PyTuple_Type, &launches,
+  if (!PyArg_ParseTuple(args, "O!O!pO!LLLpO!O!O!O!LpOOp", &PyTuple_Type, &given, &PyTuple_Type, &outputs, &is_tuple,
+                        &PyTuple_Type, &scratch, &statistics, &kept_statistics, &rows, &is_double, &PyTuple_Type, &launches,
                         &PyTuple_Type, &shared, &PyTuple_Type, &written, &PyTuple_Type, &saved, &differentiable,
                         &has_formats, &repeat, &owner, &is_alone))
     return nullptr;
@@ -773,7 +773,7 @@ PyObject* remember(PyObject*, PyObject* args) {
   entry->is_alone = is_alone != 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(scratch); i++)
     entry->scratch.push_back(THPVariable_Unpack(PyTuple_GET_ITEM(scratch, i)));
-  entry->statistics = statistics, entry->rows = rows;
+  entry->statistics = statistics, entry->kept_statistics = kept_statistics, entry->rows = rows;
   entry->compute = is_double ? at::kDouble : at::kFloat;
   entry->repeat = Py_NewRef(repeat), entry->owner = Py_NewRef(owner);
   entry->operands = operands.size();

@@ -127,6 +127,13 @@ def test_halves_that_barely_fit(case: Case, dtype: torch.dtype, monkeypatch: pyt
         assert local_memory(kernel.asm["cubin"]) <= 64, f"{direction} {name}"
 
 
+def test_few_small_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of two columns are tall. When their programs merged so many rows each, that took two minutes to compile."""
+    case = Case("few_small_images", BATCH_NORM, (2, 12, 5, 6), False)
+    for direction, name, kernel in compile_all(case, torch.float16, "sm_90", monkeypatch):
+        assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} {name}"
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_amd_by_channel(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

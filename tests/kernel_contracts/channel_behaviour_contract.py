@@ -298,10 +298,11 @@ def test_out_may_be_the_input_by_channel(mode: Mode, device: str) -> None:
             assert input.equal(expected)
 
 
-@pytest.mark.parametrize(("mode", "rows", "numbers"), [(BATCH, 6, 3), (GROUPS, 8, 2), (EVALUATION, 0, 0)], ids=str)
+@pytest.mark.parametrize(("mode", "rows", "numbers"), [(BATCH, 6, 2), (GROUPS, 8, 2), (EVALUATION, 0, 0)], ids=str)
 def test_saved_for_backward_is_the_operands_and_the_statistics(
     mode: Mode, rows: int, numbers: int, device: str
 ) -> None:
+    """The variance is for running averages alone."""
     a = arguments(mode, NCHW.make(torch.float32, device))
     kept: list[torch.Tensor] = []
 

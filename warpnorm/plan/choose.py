@@ -32,6 +32,8 @@ ROW_BY_CHANNEL = 4096
 # tasks: what takes as long as the numbers need. BatchNorm of 64 x 256 x 56 x 56 fp16 forward: 67 with 8 MB, 65 with 6 or 14,
 # 57 with 3; GroupNorm of 32 x 320 x 64 x 64: 77 with 8 MB, 67 with 6, 69 with 14; backward 72, 62 and 66
 AHEAD_BYTES = 8 * 1024 * 1024
+# Lines of a tile whose rows every program may merge itself
+TALLEST_MERGE = 64
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
 SHORT_ROW = 64
 # Operators that cost next to nothing to compute again
@@ -308,6 +310,9 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     if not plan.is_apart:
         return None
     is_joint = plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
+    # Of tall tiles there is much to merge at once: with 256 lines 280 bytes of a thread are spilled; 2048 took two minutes to
+    # compile
+    is_joint = is_joint and plan.block_rows <= TALLEST_MERGE
     plan = replace(plan, tasks=JOINT if is_joint else LAST)
     is_forward = isinstance(problem, ForwardProblem)
     if plan.chunks == 0 and plan.block_cols == 64 and is_forward and needs.itemsize(problem) == 4 and not is_joint:
@@ -342,7 +347,8 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         block_cols, per_unit = (min(cols, 64), 2) if is_light else (min(cols, 32), 3)
         if is_light and sums and needs.itemsize(problem) == 4:
             per_unit = 3  # not faster, but sums of fewer numbers are more accurate
-        block_rows = (4096 if is_light else 2048) // words // block_cols
+        # 2048 lines of two columns took four times as long to compile
+        block_rows = min((4096 if is_light else 2048) // words // block_cols, 512)
         is_tall = sums > 0 and tensors == 3 and needs.itemsize(problem) == 2 and problem.norm.rows == CHANNEL
         is_tall = is_tall and problem.has_tasks and problem.rows_divisor % (2 * block_rows) == 0
         if is_tall:  # residual + BatchNorm + ReLU backward, fp16: 202 us, and 208 with half the lines and 3 programs

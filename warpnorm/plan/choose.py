@@ -310,7 +310,7 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     if not plan.is_apart:
         return None
     is_joint = plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
-    # Of tall tiles there is much to merge at once: with 256 lines 280 bytes of a thread are spilled; 2048 took two minutes to
+    # Of tall tiles there is much to merge at once: with 256 lines 280 bytes of a thread spill; 2048 took two minutes to
     # compile
     is_joint = is_joint and plan.block_rows <= TALLEST_MERGE
     plan = replace(plan, tasks=JOINT if is_joint else LAST)

@@ -32,6 +32,8 @@ ROW_BY_CHANNEL = 4096
 # tasks: what takes as long as the numbers need. BatchNorm of 64 x 256 x 56 x 56 fp16 forward: 67 with 8 MB, 65 with 6 or 14,
 # 57 with 3; GroupNorm of 32 x 320 x 64 x 64: 77 with 8 MB, 67 with 6, 69 with 14; backward 72, 62 and 66
 AHEAD_BYTES = 8 * 1024 * 1024
+# Bytes that a step of last tasks loads at the most
+LAST_BYTES = 16 * 1024
 # Lines of a tile whose rows every program may merge itself
 TALLEST_MERGE = 64
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
@@ -314,11 +316,16 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     # compile
     is_joint = is_joint and plan.block_rows <= TALLEST_MERGE
     plan = replace(plan, tasks=JOINT if is_joint else LAST)
-    is_forward = isinstance(problem, ForwardProblem)
-    if plan.chunks == 0 and plan.block_cols == 64 and is_forward and needs.itemsize(problem) == 4 and not is_joint:
-        # BatchNorm of 256 x 64 x 112 x 112, channels last, fp32: 403 us, with the tiles of first tasks 415
-        return replace(plan, block_cols=16, programs=8 * device.units, stages=min(plan.stages, 3))
-    return plan
+    if plan.chunks or is_joint or (isinstance(problem, BackwardProblem) and problem.left_last):
+        return plan
+    # Short walks. Channels last, in microseconds, in brackets by walks as those of first tasks: BatchNorm of 64 x 256 x 56 x
+    # 56 fp32 forward and backward 155 [160] and 241 [245], fp16 83 [84] and 125 [128]; 256 x 64 x 112 x 112 fp32 582 [604]
+    # and 941 [961]; residual + BatchNorm + ReLU fp16 105 [108] and 200 [205]
+    block_cols = plan.block_cols
+    while needs.loaded_bytes(_loads(problem), plan.block_rows * block_cols) > LAST_BYTES and block_cols > 1:
+        block_cols //= 2
+    chunks = max(2, min(64, problem.cols_class) // block_cols)
+    return replace(plan, block_cols=block_cols, chunks=chunks, stages=2, programs=0, streams=True)
 
 
 def _loads(problem: ForwardProblem | BackwardProblem) -> tuple[Operand, ...]:

@@ -250,7 +250,10 @@ def _row_backward(
     elif cols <= 512:
         # A tile with warps above and beside each other is laid out anew for every row. At 256: RMSNorm 88, LayerNorm 89
         # with two rows and one warp, 51 and 32 with eight and eight; at 512: 93 and 93, 73 and 48 with four and eight
-        block_rows, warps = 2, 1
+        # One row where more than that is kept, or in float64: of two, up to 2 KB of a thread would spill
+        words = needs.words(problem)
+        is_heavy = words > 1 or (cols > 256 and bool(needs.kept(problem)))
+        block_rows, warps = (1, words if cols > 256 else 1) if is_heavy else (2, 1)
     else:
         # RMSNorm and LayerNorm at 1024: 93 and 93; at 2048: 97 and 90; at 8192: 97 and 94
         words = 1 if problem.has_vectors or itemsize < 4 else 2  # addresses too need registers

@@ -17,9 +17,10 @@ from warpnorm.norms import Norm
 from warpnorm.problem import NUMBER, Axes, Call, Literal, compute_dtype, operand_name
 from warpnorm.space import Gradients
 from warpnorm.trace import capture, differentiate
+from warpnorm.trace.calls import Calls
 from warpnorm.trace.expression import CAST, DROPOUT, Constant, Expression, Ref, Step
 from warpnorm.trace.fakes import Shape, StandIns, Symbols
-from warpnorm.trace.record import Calls, Counted, Move, NormCall, Recorded, Recorder, Result, Running, Source
+from warpnorm.trace.record import Counted, Move, NormCall, Recorded, Recorder, Result, Running, Source
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

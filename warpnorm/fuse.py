@@ -405,12 +405,9 @@ def _order(captured: fusion.Captured) -> tuple[int, ...] | None:
 
 def _key(arg: Any, tensors: list[torch.Tensor]) -> Any:
     """Of an argument: a tensor is the place where it stands in `tensors`, and is added if it is not there."""
-    if isinstance(arg, torch.Tensor):
-        for place, tensor in enumerate(tensors):
-            if tensor is arg:
-                return place
-        tensors.append(arg)
-        return len(tensors) - 1
+    kind = type(arg)
+    if kind in pipeline.PLAIN_TYPES or issubclass(kind, torch.Tensor):
+        return environment.place_of(arg, tensors)
     return environment.snapshot(arg, tensors)
 
 

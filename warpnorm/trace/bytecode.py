@@ -3,7 +3,7 @@
 import dis
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
@@ -17,15 +17,19 @@ NOISE = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "PRECALL"})
 GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
 DEREF = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
+COMPARED = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
+COLLECTED = GLOBAL | DEREF | ATTRIBUTE | {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
 # Loads whose lowest bit says that the value is called at once, and the version that brought it.
 CALL_BIT = {op for op, since in {"LOAD_GLOBAL": (3, 11), "LOAD_ATTR": (3, 12)}.items() if sys.version_info >= since}
 
 
 class Use(NamedTuple):
-    """One way to read a name: the attributes followed from there, and whether what they lead to is called at once."""
+    """One way to read a name: the attributes followed from there, whether what they lead to is called at once, and whether
+    it is compared, as a class with the type of something."""
 
     names: tuple[str, ...] = ()
     called: bool = False
+    compared: bool = False
 
 
 @cache
@@ -70,11 +74,20 @@ def loads(root: CodeType, code: CodeType, outer: frozenset[str], own: str | None
                 raise refusal(root, f"{what}; return the value, and assign it outside")
             called = ops[end - 1] == "LOAD_METHOD" or (ops[end - 1] in CALL_BIT and bool(args[end - 1] & 1))
             where = "global" if op in GLOBAL else "own" if name == own else "cell"
-            yield where, name, Use(names[at + 1 : end], called)
+            yield where, name, Use(names[at + 1 : end], called, _is_compared(ops, names, end))
     for inner in code.co_consts:
         if isinstance(inner, CodeType) and inner.co_name != "__annotate__":
             free = frozenset(inner.co_freevars)
             yield from loads(root, inner, outer & free, own if own in free else None)
+
+
+def _is_compared(ops: Sequence[str], names: Sequence[Any], at: int) -> bool:
+    """Whether what was loaded is, alone or in a tuple, the right side of a comparison, or the left one of `type(...)`."""
+    while ops[at] in COLLECTED:
+        if ops[at] in GLOBAL and names[at] == "type":
+            return True
+        at += 1
+    return ops[at] in COMPARED
 
 
 def steps(code: CodeType) -> Iterator[tuple[str, Any, int]]:

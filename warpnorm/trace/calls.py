@@ -11,13 +11,26 @@ from warpnorm.trace.record import refuse
 
 # What a fake tensor would answer differently from the user's
 _tensor: Any = torch.Tensor
-LAYOUT_QUESTIONS = {
-    _tensor.stride: "strides", _tensor.is_contiguous: "strides", _tensor.storage_offset: "storage",
-    _tensor.data_ptr: "storage", _tensor.requires_grad.__get__: "requires_grad",
-    _tensor.is_leaf.__get__: "is_leaf", _tensor.grad.__get__: "grad", _tensor.requires_grad_: "requires_grad",
-    _tensor.data.__set__: "data",
-    _tensor.grad_fn.__get__: "grad_fn", _tensor.numpy: "values", _tensor.tolist: "values",
+METHODS = {
+    "strides": ("stride", "is_contiguous", "dim_order"),
+    "storage": (
+        "storage_offset", "data_ptr", "const_data_ptr", "untyped_storage", "storage", "is_shared", "is_pinned", "is_set_to",
+    ),
+    "base": ("_is_view",),
+    "bits": ("is_conj", "is_neg", "is_inference"),
+    "hooks": ("register_hook", "register_post_accumulate_grad_hook"),
+    "requires_grad": ("requires_grad_",),
+    "values": ("numpy", "tolist"),
 }  # fmt: skip
+ATTRIBUTES = (
+    "requires_grad", "is_leaf", "grad", "grad_fn", "retains_grad", "output_nr", "_base", "_version", "_backward_hooks",
+)  # fmt: skip
+LAYOUT_QUESTIONS = {
+    **{getattr(_tensor, name): what for what, names in METHODS.items() for name in names if hasattr(_tensor, name)},
+    **{getattr(_tensor, name).__get__: name.lstrip("_") for name in ATTRIBUTES},
+    **dict.fromkeys((torch.is_conj, torch.is_neg, torch.is_inference), "bits"),
+    _tensor.data.__set__: "data",
+}
 
 
 class Calls(TorchFunctionMode):

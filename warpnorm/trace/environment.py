@@ -32,6 +32,7 @@ CHANGING = (
     "torch.is_inference_mode_enabled",
 )
 UNSEEN = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})  # builtins that read what no path shows
+TENSOR = torch.Tensor
 MODULE_STATE = frozenset(vars(nn.Module()))
 # What a class carries for itself, and methods that nobody runs on an object that is there already.
 UNREAD = (frozenset(dir(object)) - {"__init__", "__new__"}) | {"__post_init__", "extra_repr", "_abc_impl"}
@@ -42,6 +43,18 @@ class Environment(NamedTuple):
 
     key: Hashable
     tensors: tuple[torch.Tensor, ...]
+
+
+def place_of(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
+    """Where it stands in `tensors`, to which it is added if it is not there; of a Parameter below zero."""
+    place = 0
+    for known in tensors:
+        if known is tensor:
+            break
+        place += 1  # quicker than `enumerate`
+    else:
+        tensors.append(tensor)
+    return place if type(tensor) is TENSOR else ~place
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,7 +186,9 @@ class _Reader:
     def uses(self, reads: Reads, name: str, value: Any, uses: Iterable[Use]) -> Hashable:
         code = reads.code
         if isinstance(value, ModuleType) and trusted(value.__name__):
-            for names, _ in uses:
+            for names, _, compared in uses:
+                if compared:
+                    _refuse_classes(code, self.follow(value, names), (name, *names))
                 path = f"{value.__name__}.{'.'.join(names)}"
                 if path.startswith(CHANGING):
                     what = f"reads `{'.'.join((name, *names))}`, which changes from call to call"
@@ -181,8 +196,10 @@ class _Reader:
             reads.modules[name] = value
             return value
         keys = []
-        for names, called in uses:
+        for names, called, compared in uses:
             target = self.follow(value, names)
+            if compared:
+                _refuse_classes(code, target, (name, *names))
             try:
                 keys.append(self.called(target) if called else self.key(target))
             except (_UnkeyableError, RecursionError) as error:
@@ -217,11 +234,7 @@ class _Reader:
         if type(value) is StandIn:
             why = ", which a capture left there: the function puts a result into something outside of it"
             raise _UnkeyableError(value, f"{why}, and that happens only while it is captured; return it instead.")
-        for index, known in enumerate(self.tensors):
-            if known is value:
-                return index
-        self.tensors.append(value)
-        return len(self.tensors) - 1
+        return place_of(value, self.tensors)
 
     def sequence(self, value: Iterable[Any]) -> Hashable:
         return type(value), tuple([self.key(item) for item in value])
@@ -332,6 +345,12 @@ def _content(cell: CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # not assigned yet
         return _Nothing
+
+
+def _refuse_classes(code: CodeType, value: Any, names: Iterable[str]) -> None:
+    if isinstance(value, type) and issubclass(value, torch.Tensor):
+        what = f"compares a type with `{'.'.join(names)}`, but while it is captured tensors are of a type of their own"
+        raise refusal(code, f"{what}; use isinstance, or decide outside of the fused function")
 
 
 def _refuse_hooks(module: nn.Module) -> None:

@@ -52,7 +52,7 @@ class Symbols:
                 if size > 1:
                     shape[dim] = self._symbol(size, i, dim)
             with self.mode:
-                self.fakes.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
+                self.fakes.append(_as_parameter(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), tensor))
 
     def _symbol(self, size: int, tensor: int, dim: int) -> Any:
         from torch._dynamo.source import ConstantSource
@@ -103,7 +103,7 @@ class StandIns:
         self._guards = []
         for i, tensor in enumerate(tensors):
             elem = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            self.fakes.append(StandIn(elem, tensor.device, self.mode))
+            self.fakes.append(_as_parameter(StandIn(elem, tensor.device, self.mode), tensor))
             for dim, size in enumerate(tensor.shape):
                 if size > 1:
                     self.symbols[i, dim] = i, dim
@@ -255,6 +255,13 @@ class _StandInMode(TorchDispatchMode):
             return StandIn(_like(like, one.dtype), device, self)
 
         return pytree.tree_map_only(torch.Tensor, of_all, result)
+
+
+def _as_parameter(fake: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The fake, which says that it is a Parameter if the tensor is one."""
+    if isinstance(tensor, torch.nn.Parameter):
+        fake._is_param = True  # which `isinstance` asks for
+    return fake
 
 
 def _like(elem: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,122 @@
+"""What a function asks of its tensors and does beside its results, when it is fused: answered as for the plain function, or
+refused in words that say what to do."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import warpnorm
+from warpnorm import settings
+from warpnorm.errors import FusionError
+
+COLS = 80
+
+
+@pytest.fixture(autouse=True)
+def native() -> Iterator[None]:
+    """Else such small calls run as the plain functions that they are held against."""
+    with settings.override(route="native"):
+        yield
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(4, COLS, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def weight() -> Tensor:
+    return torch.rand(COLS, generator=torch.Generator().manual_seed(1))
+
+
+def norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:])
+
+
+def assert_same(function: Callable[..., Any], fused: Any, *args: Any) -> None:
+    torch.testing.assert_close(fused(*args), function(*args))
+
+
+def of_parameters(x: Tensor, weight: Tensor) -> Tensor:
+    return norm(x) * (weight + 1 if isinstance(weight, nn.Parameter) else weight)
+
+
+def of_parameters_and_rows(x: Tensor, weight: Tensor) -> Tensor:
+    return of_parameters(x, weight) * x.shape[0]
+
+
+@pytest.mark.parametrize("function", [of_parameters, of_parameters_and_rows])
+def test_a_parameter_is_one(function: Callable[..., Any], x: Tensor, weight: Tensor) -> None:
+    """Whatever was there first."""
+    parameter, fused = nn.Parameter(weight), warpnorm.fuse(function)
+    for given in (weight, parameter, weight):
+        assert_same(function, fused, x, given)
+    assert_same(function, warpnorm.fuse(function), x, parameter)
+
+
+def test_a_parameter_elsewhere(x: Tensor, weight: Tensor) -> None:
+    class Owner:
+        kept = weight
+
+    def function(x: Tensor) -> Tensor:
+        return of_parameters(x, Owner.kept)
+
+    fused = warpnorm.fuse(function)
+    assert_same(function, fused, x)
+    Owner.kept = nn.Parameter(weight)
+    assert_same(function, fused, x)
+
+
+def test_what_is_made_of_a_parameter_is_none(x: Tensor, weight: Tensor) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return of_parameters(x, weight * 2)
+
+    assert_same(function, warpnorm.fuse(function), x, nn.Parameter(weight))
+
+
+TYPES: dict[str, Callable[[Tensor], Any]] = {
+    "is": lambda x: type(x) is torch.Tensor,
+    "name": lambda x: type(x) is Tensor,
+    "equal": lambda x: type(x) == torch.Tensor,  # noqa: E721
+    "in": lambda x: type(x) in (torch.Tensor, nn.Parameter),
+    "reversed": lambda x: torch.Tensor is type(x),
+    "class": lambda x: x.__class__ is torch.Tensor,
+}
+
+
+@pytest.mark.parametrize("ask", TYPES.values(), ids=TYPES)
+def test_the_type_of_a_tensor_is_not_compared(ask: Callable[[Tensor], Any], x: Tensor) -> None:
+    with pytest.raises(FusionError, match=r"compares a type with `.*Tensor`.*; use isinstance"):
+        warpnorm.fuse(lambda x: norm(x) * (3 if ask(x) else 1))(x)
+
+
+def test_other_types_are_compared(x: Tensor) -> None:
+    def function(x: Tensor, factor: Any) -> Tensor:
+        return norm(x) * (factor if type(factor) is float else 3) * (2 if isinstance(x, (float, torch.Tensor)) else 1)
+
+    fused = warpnorm.fuse(function)
+    for factor in (2.0, 2, True):
+        assert_same(function, fused, x, factor)
+
+
+QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
+    "_is_view": lambda x: x._is_view(),
+    "_base": lambda x: x._base is None,
+    "dim_order": lambda x: x.dim_order() == (0, 1),
+    "is_conj": lambda x: x.is_conj(),
+    "torch.is_neg": torch.is_neg,
+    "is_inference": lambda x: x.is_inference(),
+    "is_shared": lambda x: x.is_shared(),
+    "untyped_storage": lambda x: x.untyped_storage().nbytes() > 9,
+    "_version": lambda x: x._version > 0,
+}
+
+
+@pytest.mark.parametrize("ask", QUESTIONS.values(), ids=QUESTIONS)
+def test_questions_of_memory_are_refused(ask: Callable[[Tensor], Any], x: Tensor) -> None:
+    with pytest.raises(FusionError, match=r"a look at the .* of a tensor cannot be fused.*; decide outside"):
+        warpnorm.fuse(lambda x: norm(x) * (3 if ask(x) else 1))(x)

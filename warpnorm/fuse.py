@@ -42,12 +42,14 @@ LEAF = pytree.tree_structure(0)
 
 
 class Request(NamedTuple):
-    """One call: what the function is given, all tensors that it may read (its arguments', then the others), and a key."""
+    """One call: what the function is given, all tensors that it may read (its arguments', then the others), a key, and which
+    attributes of tensors it reads that PyTorch has not given them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensors: list[torch.Tensor]
     key: Any
+    asked: frozenset[str] = frozenset()
 
 
 class Bound(functools.partial):
@@ -210,10 +212,12 @@ class Fused:
             key = (*key, *((name, _key(arg, tensors)) for name, arg in kwargs.items()))
         function = self.__wrapped__
         around = environment.read(function) if owner is NOTHING else environment.read(function, owner)
-        places = tuple([_key(tensor, tensors) for tensor in around.tensors])
+        places: tuple[Any, ...] = tuple([_key(tensor, tensors) for tensor in around.tensors])
         given = args if owner is NOTHING else (owner, *args)
         modes = (torch.get_default_dtype(), _autocast(tensors), torch.is_grad_enabled(), exchange.present())
-        return Request(given, kwargs, tensors, (key, around.key, places, modes))
+        if around.asked:
+            places = (places, environment.attributes(tensors, around.asked))
+        return Request(given, kwargs, tensors, (key, around.key, places, modes), around.asked)
 
     def prepare(self, request: Request) -> Prepared:
         """Captures at the first call, and again only where nothing captured so far fits."""
@@ -256,7 +260,9 @@ class Fused:
                 return captured
         names = _names(self.__wrapped__, request)
         captured = fusion.capture_call(
-            fusion.Request(self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS)
+            fusion.Request(
+                self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS, request.asked
+            )
         )
         if sum(map(len, self._captured.values())) >= MOST_CAPTURES:
             for kept in (self._captured, self._prepared, self._differentiable):

@@ -1,6 +1,7 @@
 """What a function asks of its tensors and does beside its results, when it is fused: answered as for the plain function, or
 refused in words that say what to do."""
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -120,3 +121,105 @@ QUESTIONS: dict[str, Callable[[Tensor], Any]] = {
 def test_questions_of_memory_are_refused(ask: Callable[[Tensor], Any], x: Tensor) -> None:
     with pytest.raises(FusionError, match=r"a look at the .* of a tensor cannot be fused.*; decide outside"):
         warpnorm.fuse(lambda x: norm(x) * (3 if ask(x) else 1))(x)
+
+
+def scaled(y: Tensor, weight: Any) -> Tensor:
+    return y * weight * weight.scale
+
+
+def scaled_if(y: Tensor, weight: Any) -> Tensor:
+    return y * weight * getattr(weight, "scale", 3.0)
+
+
+@pytest.mark.parametrize("helper", [scaled, scaled_if])
+@pytest.mark.parametrize("is_given", [True, False])
+def test_attributes_of_tensors(helper: Callable[..., Tensor], is_given: bool, x: Tensor, weight: Any) -> None:
+    """That a helper reads, of an argument and of a tensor from outside: a number, a tensor, and none."""
+
+    def outside(x: Tensor) -> Tensor:
+        return helper(norm(x), weight)
+
+    def given(x: Tensor, weight: Tensor) -> Tensor:
+        return helper(norm(x), weight)
+
+    function: Any = given if is_given else outside
+    fused, args = warpnorm.fuse(function), (x, weight) if is_given else (x,)
+    weight.unread = object()
+    for scale in (2.0, 5.0, weight * 3, weight * 4):
+        weight.scale = scale
+        assert_same(function, fused, *args)
+    assert len(fused._captured) == 3
+    del weight.scale
+    if helper is scaled_if:
+        assert_same(function, fused, *args)
+
+
+def test_an_attribute_that_cannot_be_compared(x: Tensor, weight: Any) -> None:
+    weight.scale = object()
+    with pytest.raises(FusionError, match="`the attribute scale of a tensor` is of type object"):
+        warpnorm.fuse(lambda x, weight: scaled(norm(x), weight))(x, weight)
+
+
+@pytest.mark.skipif(not hasattr(nn, "Buffer"), reason="has no buffers of a class of their own")
+def test_a_buffer_is_one(x: Tensor, weight: Tensor) -> None:
+    def function(x: Tensor, weight: Tensor) -> Tensor:
+        return norm(x) * (weight + 1 if isinstance(weight, nn.Buffer) else weight)
+
+    fused = warpnorm.fuse(function)
+    for given in (weight, nn.Buffer(weight.clone()), weight):
+        assert_same(function, fused, x, given)
+
+
+class Factor:
+    value = 2.0
+
+
+@functools.singledispatch
+def factor(value: Any) -> float:
+    return 1.0
+
+
+@factor.register
+def _(value: torch.Tensor) -> float:
+    return Factor.value
+
+
+@functools.singledispatch
+def factor_of_parameters(value: Any) -> float:
+    return 1.0
+
+
+@factor_of_parameters.register
+def _(value: nn.Parameter) -> float:
+    return 3.0
+
+
+class Dispatching:
+    @functools.singledispatchmethod
+    def factor(self, value: Any) -> float:
+        return 1.0
+
+    @factor.register
+    def _(self, value: torch.Tensor) -> float:
+        return Factor.value
+
+
+def test_implementations_that_are_dispatched_to(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    def function(x: Tensor) -> Tensor:
+        return norm(x) * factor(x)
+
+    fused = warpnorm.fuse(function)
+    for value in (2.0, 9.0):
+        monkeypatch.setattr(Factor, "value", value)
+        assert_same(function, fused, x)
+
+
+def test_dispatch_that_a_capture_cannot_follow(x: Tensor) -> None:
+    owner = Dispatching()
+    functions: tuple[Callable[[Tensor], Tensor], ...] = (
+        lambda x: norm(x) * factor_of_parameters(x),
+        lambda x: norm(x) * owner.factor(x),
+    )
+    for function in functions:
+        with pytest.raises(FusionError, match=r"chooses among implementations .*: call the one that is meant"):
+            warpnorm.fuse(function)(x)

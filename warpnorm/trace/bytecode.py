@@ -8,6 +8,8 @@ from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
+import torch
+
 from warpnorm.errors import FusionError
 
 # Packages whose functions read nothing that a user changes; `_operator` is `operator` all the same.
@@ -19,6 +21,7 @@ DEREF = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
 ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 COMPARED = frozenset({"IS_OP", "COMPARE_OP", "CONTAINS_OP"})
 COLLECTED = GLOBAL | DEREF | ATTRIBUTE | {"BUILD_TUPLE", "BUILD_LIST", "BUILD_SET"}
+GETTERS = frozenset({"getattr", "hasattr", "attrgetter"})
 # Loads whose lowest bit says that the value is called at once, and the version that brought it.
 CALL_BIT = {op for op, since in {"LOAD_GLOBAL": (3, 11), "LOAD_ATTR": (3, 12)}.items() if sys.version_info >= since}
 
@@ -79,6 +82,23 @@ def loads(root: CodeType, code: CodeType, outer: frozenset[str], own: str | None
         if isinstance(inner, CodeType) and inner.co_name != "__annotate__":
             free = frozenset(inner.co_freevars)
             yield from loads(root, inner, outer & free, own if own in free else None)
+
+
+def asked(code: CodeType, outer: frozenset[str], own: str | None) -> frozenset[str]:
+    """The attributes that are read of what no path leads to, such as an argument, and that PyTorch has not given a tensor:
+    the user may have."""
+    found, is_path = {"_is_buffer"} if "Buffer" in code.co_names else set(), False  # which `isinstance` asks for
+    for op, name, _ in steps(code):
+        if op in ATTRIBUTE:
+            found |= set() if is_path else {name}
+        else:
+            is_path = op in GLOBAL or (op in DEREF and name in outer) or name == own
+    if not GETTERS.isdisjoint(code.co_names):
+        found |= {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType) and inner.co_name != "__annotate__":
+            found |= asked(inner, outer & frozenset(inner.co_freevars), own if own in inner.co_freevars else None)
+    return frozenset(name for name in found if not hasattr(torch.Tensor, name))
 
 
 def _is_compared(ops: Sequence[str], names: Sequence[Any], at: int) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from warpnorm.errors import FusionError
-from warpnorm.trace.bytecode import Use, loads, refusal, trusted
+from warpnorm.trace.bytecode import Use, asked, loads, refusal, trusted
 from warpnorm.trace.fakes import StandIn
 
 # What trusted packages have that does change; dots end a name
@@ -39,10 +39,21 @@ UNREAD = (frozenset(dir(object)) - {"__init__", "__new__"}) | {"__post_init__", 
 
 
 class Environment(NamedTuple):
-    """Two environments with equal keys may share a captured graph; the tensors are its operands, each of them once."""
+    """Two environments with equal keys may share a captured graph; the tensors are its operands, each of them once. `asked`
+    are attributes that tensors may have by their user, and that are read."""
 
     key: Hashable
     tensors: tuple[torch.Tensor, ...]
+    asked: frozenset[str] = frozenset()
+
+
+def attributes(tensors: list[torch.Tensor], names: frozenset[str]) -> Hashable:
+    """The key of those attributes of tensors. What is a tensor joins them."""
+    found = []
+    for place, tensor in enumerate(tensors):
+        for name in names.intersection(vars(tensor)):
+            found.append((place, name, snapshot(vars(tensor)[name], tensors, f"the attribute {name} of a tensor")))
+    return frozenset(found)
 
 
 def place_of(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
@@ -64,6 +75,7 @@ class Reads:
 
     code: CodeType
     roots: tuple[tuple[str, str, tuple[Use, ...]], ...]
+    asked: frozenset[str] = frozenset()
     modules: dict[str, ModuleType] = field(default_factory=dict)  # trusted ones that were seen under a name
 
 
@@ -93,7 +105,7 @@ def read(function: Callable[..., Any], owner: object = _Nothing) -> Environment:
     reader, bound = _Reader(tensors), function if owner is _Nothing else MethodType(function, owner)
     try:
         key = reader.function(function, owner) if isinstance(function, FunctionType) else reader.called(bound)
-        return Environment(key, tuple(tensors))
+        return Environment(key, tuple(tensors), reader.asked)
     except (_UnkeyableError, RecursionError) as error:
         raise FusionError(_complaint(error, "the function", bound)) from None
 
@@ -122,9 +134,11 @@ def _analyse(code: CodeType, is_method: bool) -> Reads:
     found: dict[tuple[str, str], dict[Use, None]] = {}
     if is_method and own is None:  # `self` is in `*args`, and may be used in any way
         found["own", "self"] = {Use(): None}
-    for where, name, use in loads(code, code, frozenset(code.co_freevars), own):
+    outer = frozenset(code.co_freevars)
+    for where, name, use in loads(code, code, outer, own):
         found.setdefault((where, name), {})[use] = None
-    reads = Reads(code, tuple((where, name, tuple(uses)) for (where, name), uses in found.items()))
+    roots = tuple((where, name, tuple(uses)) for (where, name), uses in found.items())
+    reads = Reads(code, roots, asked(code, outer, own))
     if len(_reads[is_method]) >= LARGEST_CACHE:
         _reads[is_method].clear()  # keys that hold what was there fit no more, and nothing is wrong
     return _reads[is_method].setdefault(id(code), reads)
@@ -132,6 +146,8 @@ def _analyse(code: CodeType, is_method: bool) -> Reads:
 
 class _Reader:
     """One reading. It knows what it has met, so that a tensor is one operand and a function may refer to itself."""
+
+    asked: frozenset[str] = frozenset()
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -158,6 +174,8 @@ class _Reader:
         is_method = owner is not _Nothing
         reads = _reads[is_method].get(id(code)) or _analyse(code, is_method)
         parts: list[Hashable] = [reads]
+        if reads.asked:
+            self.asked |= reads.asked
         for where, name, uses in reads.roots:
             if where == "global":
                 value = scope.get(name, _Nothing)
@@ -177,11 +195,21 @@ class _Reader:
     def trusted_function(self, function: FunctionType, owner: Any) -> Hashable:
         """It reads nothing but the functions that it was made of, if any: `torch.no_grad()` makes such a one."""
         wrapped = function.__dict__.get("__wrapped__")
+        if "register" in function.__dict__:
+            return self.dispatched(function)
         if isinstance(wrapped, FunctionType):
             return function, self.function(wrapped, owner)
         inner = [_content(cell) for cell in function.__closure__ or ()]
         keys = [self.key(value) for value in inner if isinstance(value, (FunctionType, MethodType, nn.Module))]
         return function, tuple(keys), self.module(owner, True) if isinstance(owner, nn.Module) else self.key(owner)
+
+    def dispatched(self, function: Any) -> Hashable:
+        """A function of `functools.singledispatch`: every implementation. Fakes are tensors, but of no class among them."""
+        registry = getattr(function, "registry", None)  # of methods it is out of reach
+        if registry is None or any(issubclass(kind, torch.Tensor) and kind is not torch.Tensor for kind in registry):
+            why = ", which chooses among implementations in a way that a capture cannot follow: call the one that is meant."
+            raise _UnkeyableError(function, why)
+        return function, tuple([(kind, self.key(found)) for kind, found in registry.items()])
 
     def uses(self, reads: Reads, name: str, value: Any, uses: Iterable[Use]) -> Hashable:
         code = reads.code
@@ -317,6 +345,8 @@ class _Reader:
 
     def wrapper(self, value: Any) -> Hashable:
         """An object of a trusted class that stands for a function, as `fuse` makes it."""
+        if type(value).__module__ == "functools" and hasattr(value, "register"):
+            return self.dispatched(value)
         wrapped = getattr(value, "__wrapped__", None)
         return (type(value), self.key(wrapped)) if callable(wrapped) else self.refuse(value)
 

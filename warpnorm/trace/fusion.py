@@ -102,7 +102,8 @@ class Captured:
 
 @dataclass(frozen=True)
 class Request:
-    """`function` with `arguments` (args, kwargs); `tensors` are all that it may read, `names` what they are called."""
+    """`function` with `arguments` (args, kwargs); `tensors` are all that it may read, `names` what they are called, `asked`
+    the attributes of theirs that it reads."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, Any]
@@ -110,6 +111,7 @@ class Request:
     names: Sequence[str]
     handlers: Mapping[Any, Callable[..., Any]]
     norms: Mapping[str, Norm]
+    asked: frozenset[str] = frozenset()
 
 
 def capture_call(request: Request) -> Captured:
@@ -197,6 +199,9 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 def _record(request: Request, fakes: StandIns | Symbols) -> tuple[Recorder, Any]:
     by_id = {id(real): (i, fake) for i, (real, fake) in enumerate(zip(request.tensors, fakes.fakes, strict=True))}
     recorder = Recorder(by_id)
+    for real, fake in zip(request.tensors, fakes.fakes, strict=True):
+        for name in request.asked.intersection(vars(real)):
+            setattr(fake, name, vars(real)[name])
     args, kwargs = pytree.tree_map(
         lambda leaf: by_id[id(leaf)][1] if isinstance(leaf, torch.Tensor) else leaf, request.arguments
     )

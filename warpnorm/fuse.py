@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from warpnorm import compiled, functional, pipeline, reference, repeat, repeat_fused
-from warpnorm.errors import InputError, InputTypeError
+from warpnorm.errors import FusionError, InputError, InputTypeError
 from warpnorm.launch.call_text import NORMS
 from warpnorm.library import is_sharded
 from warpnorm.locks import Lock
@@ -49,7 +49,8 @@ class Request(NamedTuple):
     kwargs: dict[str, Any]
     tensors: list[torch.Tensor]
     key: Any
-    asked: frozenset[str] = frozenset()
+    asked: frozenset[str]
+    owner: Any
 
 
 class Bound(functools.partial):
@@ -217,7 +218,7 @@ class Fused:
         modes = (torch.get_default_dtype(), _autocast(tensors), torch.is_grad_enabled(), exchange.present())
         if around.asked:
             places = (places, environment.attributes(tensors, around.asked))
-        return Request(given, kwargs, tensors, (key, around.key, places, modes), around.asked)
+        return Request(given, kwargs, tensors, (key, around.key, places, modes), around.asked, owner)
 
     def prepare(self, request: Request) -> Prepared:
         """Captures at the first call, and again only where nothing captured so far fits."""
@@ -264,6 +265,7 @@ class Fused:
                 self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS, request.asked
             )
         )
+        self._check_unchanged(request)
         if sum(map(len, self._captured.values())) >= MOST_CAPTURES:
             for kept in (self._captured, self._prepared, self._differentiable):
                 kept.clear()
@@ -276,6 +278,18 @@ class Fused:
                 stacklevel=5,
             )
         return captured
+
+    def _check_unchanged(self, request: Request) -> None:
+        """What a function does beside its results is done by its capture alone."""
+        args = request.args if request.owner is NOTHING else request.args[1:]
+        again = self.request(request.owner, args, request.kwargs).key
+        if again != request.key:
+            what = ("an argument", "something outside of it", "something outside of it", "a mode of PyTorch's")
+            changed = next(name for name, new, old in zip(what, again, request.key, strict=True) if new != old)
+            raise FusionError(
+                f"{fusion.place(self.__wrapped__)}the function changes {changed}, which would happen only while it is "
+                "captured; return the value, and do that outside"
+            )
 
     def _check_gradients(self, prepared: Prepared, tensors: Sequence[torch.Tensor]) -> None:
         silent = prepared.captured.unreached

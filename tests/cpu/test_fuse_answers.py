@@ -223,3 +223,97 @@ def test_dispatch_that_a_capture_cannot_follow(x: Tensor) -> None:
     for function in functions:
         with pytest.raises(FusionError, match=r"chooses among implementations .*: call the one that is meant"):
             warpnorm.fuse(function)(x)
+
+
+def enabled_inside(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return norm(x) * weight
+
+
+def test_gradients_are_not_enabled_inside(x: Tensor, weight: Tensor) -> None:
+    parameter, fused = nn.Parameter(weight), warpnorm.fuse(enabled_inside)
+    assert_same(enabled_inside, fused, x, parameter)
+    assert fused(x, parameter).requires_grad
+    with torch.no_grad(), pytest.raises(FusionError, match=r"enable_grad\(\) .*; enable them where .* is called"):
+        fused(x, parameter)
+
+
+def appended(x: Tensor, into: list[Any]) -> Tensor:
+    into.append(norm(x))
+    return into[-1] * 2
+
+
+def assigned(x: Tensor, into: dict[str, Any]) -> Tensor:
+    into["y"] = norm(x)
+    return into["y"] * x.shape[0]
+
+
+def taken(x: Tensor, into: dict[str, Any]) -> Tensor:
+    return norm(x) * into.pop("factor")
+
+
+def added(x: Tensor, into: set[Any]) -> Tensor:
+    into.add("seen")
+    return norm(x)
+
+
+def replaced(x: Tensor, into: list[Any]) -> Tensor:
+    into[0] = into[0] * 2
+    return norm(x) + into[0]
+
+
+CHANGES: list[tuple[Callable[..., Tensor], Callable[[], Any]]] = [
+    (appended, list), (assigned, dict), (taken, lambda: {"factor": 2.0}), (added, set),
+    (replaced, lambda: [torch.ones(COLS)]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "make"), CHANGES, ids=lambda part: getattr(part, "__name__", ""))
+def test_changes_of_arguments_are_refused(function: Callable[..., Tensor], make: Callable[[], Any], x: Tensor) -> None:
+    fused = warpnorm.fuse(function)
+    with pytest.raises(FusionError, match=r"the function changes a.*; return "):
+        fused(x, make())
+    assert not fused._captured
+
+
+def test_what_is_given_may_be_copied_and_changed(x: Tensor) -> None:
+    def function(x: Tensor, options: dict[str, Any], **more: Any) -> Tensor:
+        options = {**options, "bias": more.pop("bias")}
+        return norm(x) * options.pop("factor") + options["bias"]
+
+    options = {"factor": 2.0}
+    torch.testing.assert_close(warpnorm.fuse(function)(x, options, bias=1.0), norm(x) * 2 + 1)
+    assert options == {"factor": 2.0}
+
+
+def test_changes_outside_are_refused(x: Tensor) -> None:
+    count, kept = {"calls": 0}, []
+
+    def counted(x: Tensor) -> Tensor:
+        count["calls"] += 1
+        return norm(x)
+
+    def keeping(x: Tensor) -> Tensor:
+        kept.append(norm(x) * x.shape[0])
+        return kept[-1]
+
+    with pytest.raises(FusionError, match=r"changes something outside of it.*; return the value"):
+        warpnorm.fuse(counted)(x)
+    for _ in range(2):
+        with pytest.raises(FusionError, match="a capture left there"):
+            warpnorm.fuse(keeping)(x)
+
+
+class Aliasing(nn.Module):
+    last: Any = None
+
+    @warpnorm.fuse
+    def forward(self, x: Tensor) -> Tensor:
+        me = self
+        me.last = norm(x)
+        return me.last * 1
+
+
+def test_an_attribute_by_another_name(x: Tensor) -> None:
+    with pytest.raises(FusionError, match="a capture left there"):
+        Aliasing()(x)

@@ -55,6 +55,12 @@ class Calls(TorchFunctionMode):
             return answer
         handler = self.handlers.get(func)
         result = handler(func, *args, **kwargs) if handler is not None else func(*args, **kwargs)
-        if self.has_gradients and not torch.is_grad_enabled() and is_fake(result):
-            return result.detach()  # inside the user's own torch.no_grad()
-        return result
+        if self.has_gradients == torch.is_grad_enabled() or not is_fake(result):
+            return result
+        if not self.has_gradients:
+            raise refuse(
+                "torch.enable_grad() around a part of a function that is called without gradients",
+                "a kernel has gradients as a whole",
+                "enable them where the function is called",
+            )
+        return result.detach()  # inside the user's own torch.no_grad()

@@ -16,7 +16,7 @@ from torch import nn
 
 from warpnorm.errors import FusionError
 from warpnorm.trace.bytecode import Use, asked, loads, refusal, trusted
-from warpnorm.trace.fakes import StandIn
+from warpnorm.trace.fakes import is_left
 
 # What trusted packages have that does change; dots end a name
 CHANGING = (
@@ -33,6 +33,7 @@ CHANGING = (
 )
 UNSEEN = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})  # builtins that read what no path shows
 TENSOR = torch.Tensor
+PLAIN = (torch.Tensor, nn.Parameter)
 MODULE_STATE = frozenset(vars(nn.Module()))
 # What a class carries for itself, and methods that nobody runs on an object that is there already.
 UNREAD = (frozenset(dir(object)) - {"__init__", "__new__"}) | {"__post_init__", "extra_repr", "_abc_impl"}
@@ -259,7 +260,7 @@ class _Reader:
         return ("call", self.function(call, value)) if isinstance(call, FunctionType) else self.refuse(value)
 
     def tensor(self, value: torch.Tensor) -> Hashable:
-        if type(value) is StandIn:
+        if type(value) not in PLAIN and is_left(value):
             why = ", which a capture left there: the function puts a result into something outside of it"
             raise _UnkeyableError(value, f"{why}, and that happens only while it is captured; return it instead.")
         return place_of(value, self.tensors)

@@ -30,6 +30,7 @@ COUNTING = frozenset({
     _tensor.numel, _tensor.nelement, _tensor.__len__, _tensor.nbytes.__get__, _tensor.is_same_size, torch.numel,
     torch.is_same_size,
 })  # fmt: skip
+OWN_MODE = "warpnorm"
 
 
 class AskedForSizesError(Exception):
@@ -44,6 +45,7 @@ class Symbols:
 
         self.shape_env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=False)
+        setattr(self.mode, OWN_MODE, True)
         self.symbols: dict[Any, tuple[int, int]] = {}
         self.fakes = []
         for i, tensor in enumerate(tensors):
@@ -286,6 +288,11 @@ def fixed_size(tensor: torch.Tensor, dim: int) -> int:
 
 def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor | StandIn)
+
+
+def is_left(tensor: Any) -> bool:
+    """Whether a capture left it behind, where the function put it."""
+    return isinstance(tensor, StandIn) or getattr(getattr(tensor, "fake_mode", None), OWN_MODE, False)
 
 
 def memory(tensor: torch.Tensor) -> int:

@@ -3,6 +3,7 @@ expressions over the same operands, and with the norm they are a call like any o
 
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -205,8 +206,15 @@ def _record(request: Request, fakes: StandIns | Symbols) -> tuple[Recorder, Any]
     args, kwargs = pytree.tree_map(
         lambda leaf: by_id[id(leaf)][1] if isinstance(leaf, torch.Tensor) else leaf, request.arguments
     )
+    leaves, tree = pytree.tree_flatten((args, kwargs))
     with fakes.mode, recorder, Calls(request.handlers, fakes):
         result = request.function(*args, **kwargs)
+    left, as_left = pytree.tree_flatten((args, kwargs))
+    if as_left != tree or any(map(operator.is_not, left, leaves)):
+        raise FusionError(
+            f"{place(request.function)}the function changes a list or a dictionary that it is given, which would happen "
+            "only while it is captured; return what it puts there, and put it there outside"
+        )
     return recorder, result
 
 
@@ -214,7 +222,7 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
     norm = recorder.norm
     if norm is None:
         raise FusionError(
-            f"{_place(request.function)}the function holds no norm, and nothing else can be fused; call one of torch's or "
+            f"{place(request.function)}the function holds no norm, and nothing else can be fused; call one of torch's or "
             "of warpnorm's in it"
         )
     if isinstance(norm.c, Literal):
@@ -282,7 +290,7 @@ def _effect(effect: Running | Counted) -> "Average | Count":
     return Average(of(effect.mean), of(effect.variance), effect.momentum)
 
 
-def _place(function: Any) -> str:
+def place(function: Any) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
 

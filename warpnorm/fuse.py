@@ -296,7 +296,7 @@ class Fused:
         wanted = tuple([k for k, i in enumerate(prepared.inputs) if tensors[i.index].requires_grad and k not in silent])
         key = (prepared.captured.call, wanted)
         if wanted and key not in self._differentiable:
-            fusion.check_gradients(prepared.captured, [tensors[i.index].dtype for i in prepared.inputs], wanted)
+            fusion.check_gradients(prepared.captured, wanted)
             self._differentiable.add(key)
 
 

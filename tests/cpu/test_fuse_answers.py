@@ -317,3 +317,23 @@ class Aliasing(nn.Module):
 def test_an_attribute_by_another_name(x: Tensor) -> None:
     with pytest.raises(FusionError, match="a capture left there"):
         Aliasing()(x)
+
+
+CONJUGATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "imag": lambda c: norm(c.imag),
+    "both": lambda c: norm(c.real * c.imag),
+    "inside": lambda c: norm(c.conj().imag),
+    "as_real": lambda c: norm(torch.view_as_real(c.resolve_conj()).flatten(-2)),
+}
+
+
+@pytest.mark.parametrize("function", CONJUGATES.values(), ids=CONJUGATES)
+def test_conjugates(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    fused, plain = warpnorm.fuse(function), torch.complex(x, x.flip(0))
+    for is_conjugate in (False, True, False):
+        leaf = plain.clone().requires_grad_()
+        c = leaf.conj() if is_conjugate else leaf
+        y, expected = fused(c), function(c)
+        torch.testing.assert_close(y, expected)
+        grads = [torch.autograd.grad(out.square().sum() + out.sum(), leaf, retain_graph=True) for out in (y, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)

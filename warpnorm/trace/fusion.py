@@ -87,6 +87,7 @@ class Captured:
     symbols: Mapping[Any, tuple[int, int]]
     guards: tuple[Any, ...]
     names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]  # of the operands, seen through views
     shapes: tuple[Any, ...] = ()  # the only ones that it serves, where no symbols could stand for them
     effects: tuple[Average | Count, ...] = ()
     unreached: tuple[int, ...] = ()  # operands that no gradient reaches
@@ -271,11 +272,12 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
         detached,
         norm.groups,
     )
-    _check_operators(call, [source.fake.dtype for source in builder.sources])
+    own_dtypes = tuple(source.fake.dtype for source in builder.sources)
+    _check_operators(call, own_dtypes)
     inputs = tuple(Input(source.index, source.moves) for source in builder.sources)
     shown = tuple(request.names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
     return Captured(
-        call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown,
+        call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown, own_dtypes,
         effects=tuple(map(_effect, recorder.effects)), unreached=_unreached(builder.sources, outputs),
         ranks=norm.ranks,
     )  # fmt: skip
@@ -431,10 +433,10 @@ def _check_operators(call: Call, dtypes: Sequence[torch.dtype]) -> None:
         raise _at_fault(call, error) from None
 
 
-def check_gradients(captured: Captured, dtypes: Sequence[torch.dtype], wanted: tuple[int, ...]) -> None:
+def check_gradients(captured: Captured, wanted: tuple[int, ...]) -> None:
     """The same of the derivatives."""
     call = captured.call
-    own = capture.probe_dtypes([*dtypes, *[torch.int64] * (2 * captured.draws)], call.compute)
+    own = capture.probe_dtypes([*captured.dtypes, *[torch.int64] * (2 * captured.draws)], call.compute)
     graphs = capture.forward_graphs(call.prologue, call.epilogue, own, call.compute)
     given = tuple(k for k, dtype in enumerate(call.outputs) if dtype.is_floating_point)
     gradients = Gradients.of(graphs, given, wanted)

@@ -44,6 +44,8 @@ class Move:
         """`reshape` is recorded as a view: where a tensor's strides have none, it is a copy."""
         if self.target in (aten.view.default, aten._unsafe_view.default):
             return tensor.reshape(self.args[0])
+        if self.target is aten.view_as_real.default:  # of a conjugate there is none
+            tensor = tensor.resolve_conj()
         return self(tensor)
 
 

@@ -337,3 +337,53 @@ def test_conjugates(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
         torch.testing.assert_close(y, expected)
         grads = [torch.autograd.grad(out.square().sum() + out.sum(), leaf, retain_graph=True) for out in (y, expected)]
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def counted_after(x: Tensor, count: Tensor) -> Tensor:
+    y = norm(x) * count.float()
+    count.add_(1)
+    return y
+
+
+def counted_before(x: Tensor, count: Tensor) -> Tensor:
+    count.add_(1)
+    return norm(x) * count.float()
+
+
+@pytest.mark.parametrize("function", [counted_after, counted_before])
+def test_a_counter_that_is_read(function: Callable[..., Tensor], x: Tensor) -> None:
+    """It is another one when backward reads it."""
+    x = x.double()
+    fused, counts = warpnorm.fuse(function), [torch.tensor(3), torch.tensor(3)]
+    for _ in range(3):
+        grads = []
+        for call, count in zip((function, fused), counts, strict=True):
+            leaf = x.clone().requires_grad_()
+            call(leaf, count).pow(3).sum().backward()
+            grads.append(leaf.grad)
+        torch.testing.assert_close(*grads)
+        assert counts[0] == counts[1]
+
+
+def test_running_statistics_that_are_read(x: Tensor) -> None:
+    """Before the norm they are what they were, also in backward, where PyTorch reads what they are by then."""
+    images = x.view(4, 8, 10).double()
+
+    def before(x: Tensor, mean: Tensor, variance: Tensor, factor: Tensor) -> Tensor:
+        return F.batch_norm(x * factor.view(-1, 1), mean, variance, training=True) + 1
+
+    def after(x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        return F.batch_norm(x, mean, variance, training=True) + mean.view(-1, 1)
+
+    fused, grads, buffers = warpnorm.fuse(before), [], []
+    for is_fused in (False, True):
+        leaf, mean, variance = images.clone().requires_grad_(), torch.ones(8).double(), torch.ones(8).double()
+        for _ in range(2):
+            y = fused(leaf, mean, variance, mean) if is_fused else before(leaf, mean, variance, mean.clone())
+            y.pow(3).sum().backward()
+        grads.append(leaf.grad)
+        buffers.append((mean, variance))
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(*buffers)
+    with pytest.raises(FusionError, match=r"running statistics after the norm .*; read them outside"):
+        warpnorm.fuse(after)(images, torch.zeros(8), torch.ones(8))

@@ -28,6 +28,8 @@ DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
 
+COPY = Move(torch.ops.aten.clone.default, (), ())
+
 
 @dataclass(frozen=True)
 class Input:
@@ -274,13 +276,19 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
     )
     own_dtypes = tuple(source.fake.dtype for source in builder.sources)
     _check_operators(call, own_dtypes)
-    inputs = tuple(Input(source.index, source.moves) for source in builder.sources)
+    inputs = tuple(_operand(source, recorder.effects) for source in builder.sources)
     shown = tuple(request.names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
     return Captured(
         call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown, own_dtypes,
         effects=tuple(map(_effect, recorder.effects)), unreached=_unreached(builder.sources, outputs),
         ranks=norm.ranks,
     )  # fmt: skip
+
+
+def _operand(source: Source, effects: Sequence[Running | Counted]) -> Input:
+    """What a call changes is an operand as it was before: backward reads it again."""
+    changed = {s.index for e in effects for s in ((e.source,) if isinstance(e, Counted) else (e.mean, e.variance))}
+    return Input(source.index, (COPY, *source.moves) if source.index in changed else source.moves)
 
 
 def _effect(effect: Running | Counted) -> "Average | Count":

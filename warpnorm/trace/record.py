@@ -166,6 +166,7 @@ class Recorder(TorchDispatchMode):
         self.norm: NormCall | None = None
         self.effects: list[Running | Counted] = []
         self.dropouts = 0
+        self._averages: set[int] = set()
         self._moved: dict[
             tuple[int, str], tuple[Result, Result]
         ] = {}  # with what was moved, so that its id stays its own
@@ -185,6 +186,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default and not is_fake(args[0]):
             return self._constant(args[0])
         args, kwargs = self._faked(args), self._faked(kwargs)
+        self._check_averaged(func, args)
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             self._remember(result, self._recorded(func, args, kwargs, result))
@@ -316,7 +318,16 @@ class Recorder(TorchDispatchMode):
                 "pass the buffers",
             )
         self.effects.append(Running(mean, variance, args[2]))
+        self._averages |= {memory(buffer) for buffer in args[:2]}
         return Literal.of(0)
+
+    def _check_averaged(self, func: Any, args: Sequence[Any]) -> None:
+        if self._averages and any(isinstance(arg, torch.Tensor) and memory(arg) in self._averages for arg in args):
+            raise refuse(
+                f"{_name(func)} of running statistics after the norm",
+                "they are averaged when all is computed",
+                "read them outside of the fused function",
+            )
 
     def _counted(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether an operator counts the calls, as BatchNorm does: the one write into an input that is kept."""

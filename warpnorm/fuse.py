@@ -208,7 +208,12 @@ class Fused:
 
     def request(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         tensors: list[torch.Tensor] = []
-        key = tuple([_key(arg, tensors) for arg in args])
+        try:
+            key = tuple([_key(arg, tensors) for arg in args])
+        except FusionError:
+            if owner is NOTHING and self._is_method_of(args[0]):
+                return self.request(args[0], args[1:], kwargs)
+            raise
         if kwargs:
             key = (*key, *((name, _key(arg, tensors)) for name, arg in kwargs.items()))
         function = self.__wrapped__
@@ -219,6 +224,13 @@ class Fused:
         if around.asked:
             places = (places, environment.attributes(tensors, around.asked))
         return Request(given, kwargs, tensors, (key, around.key, places, modes), around.asked, owner)
+
+    def _is_method_of(self, owner: Any) -> bool:
+        """Whether it is, beneath other decorators: these call it as a function."""
+        found = inspect.getattr_static(type(owner), getattr(self, "__name__", ""), None)
+        while found is not None and found is not self:
+            found = getattr(found, "__wrapped__", None)
+        return found is self
 
     def prepare(self, request: Request) -> Prepared:
         """Captures at the first call, and again only where nothing captured so far fits."""

@@ -387,3 +387,23 @@ def test_running_statistics_that_are_read(x: Tensor) -> None:
     torch.testing.assert_close(*buffers)
     with pytest.raises(FusionError, match=r"running statistics after the norm .*; read them outside"):
         warpnorm.fuse(after)(images, torch.zeros(8), torch.ones(8))
+
+
+class Decorated:
+    factor = 2.0
+
+    @torch.no_grad()
+    @warpnorm.fuse
+    def run(self, x: Tensor) -> Tensor:
+        return norm(x) * self.factor
+
+
+def test_a_method_beneath_another_decorator(x: Tensor) -> None:
+    first, second = Decorated(), Decorated()
+    second.factor = 3.0
+    for owner in (first, second, first):
+        result = owner.run(x.clone().requires_grad_())
+        torch.testing.assert_close(result, norm(x) * owner.factor)
+        assert not result.requires_grad
+    with pytest.raises(FusionError, match="`an argument` is of type Decorated"):
+        warpnorm.fuse(lambda owner, x: norm(x) * owner.factor)(first, x)

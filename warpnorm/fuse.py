@@ -25,7 +25,7 @@ from warpnorm.parallel import exchange, split
 from warpnorm.parallel import functional as parallel
 from warpnorm.parallel.opened import opened
 from warpnorm.problem import Call, Running
-from warpnorm.trace import environment, fusion, handlers, symbolic
+from warpnorm.trace import checks, environment, fusion, handlers, symbolic
 from warpnorm.trace.arrange import Prepared, arrange, is_host_scalar, leader
 
 _log = logging.getLogger(__name__)
@@ -308,7 +308,7 @@ class Fused:
         wanted = tuple([k for k, i in enumerate(prepared.inputs) if tensors[i.index].requires_grad and k not in silent])
         key = (prepared.captured.call, wanted)
         if wanted and key not in self._differentiable:
-            fusion.check_gradients(prepared.captured, wanted)
+            checks.check_gradients(prepared.captured.call, prepared.captured.dtypes, wanted)
             self._differentiable.add(key)
 
 

@@ -407,3 +407,46 @@ def test_a_method_beneath_another_decorator(x: Tensor) -> None:
         assert not result.requires_grad
     with pytest.raises(FusionError, match="`an argument` is of type Decorated"):
         warpnorm.fuse(lambda owner, x: norm(x) * owner.factor)(first, x)
+
+
+WORDS: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "floor_divide": (
+        lambda x, i: norm(x) + i // 2,
+        r"aten\.div\.Tensor_mode with rounding_mode=floor .*integers.*; convert",
+    ),
+    "second": (lambda x, i: norm(x % 2.0) + i % 2, r"aten\.remainder\.Scalar .*integers.*; convert"),
+    "right_shift": (
+        lambda x, i: norm(x) + (i >> 1),
+        r"aten\.__rshift__\.Scalar .*: __rshift__ is not among.*; or call it",
+    ),
+    "shift_by_tensor": (lambda x, i: norm(x) + (i << i), r"aten\.__lshift__\.Tensor .*; or call it outside"),
+}
+
+
+@pytest.mark.parametrize(("function", "words"), WORDS.values(), ids=WORDS)
+def test_operators_of_integers(function: Callable[..., Tensor], words: str, x: Tensor) -> None:
+    line = function.__code__.co_firstlineno
+    with pytest.raises(FusionError, match=f"{__file__}:{line}: {words}"):
+        warpnorm.fuse(function)(x, torch.arange(COLS))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.int64], ids=str)
+def test_left_shifts(dtype: torch.dtype, x: Tensor) -> None:
+    def function(x: Tensor, i: Tensor) -> Tensor:
+        return norm(x) + (i << 2)
+
+    given = torch.arange(COLS).to(dtype)
+    assert_same(function, warpnorm.fuse(function), x, given)
+
+
+def test_no_momentum(x: Tensor) -> None:
+    """Of a function it is as wrong as outside; of a module it is the mean of all batches."""
+    images, mean, variance, module = x.view(4, 8, 10), torch.zeros(8), torch.ones(8), nn.BatchNorm1d(8, momentum=None)
+    for buffers in ((mean, variance), (None, None)):
+        function = functools.partial(F.batch_norm, training=True, momentum=None)  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            function(images, *buffers)
+        with pytest.raises(TypeError, match="batch_norm: momentum must be a float, but is a NoneType"):
+            warpnorm.fuse(lambda x, *buffers, function=function: function(x, *buffers) * 2)(images, *buffers)
+    with pytest.raises(FusionError, match=r"a norm with momentum=None .* how often .*; give a momentum"):
+        warpnorm.fuse(lambda x: module(x) * 2)(images)

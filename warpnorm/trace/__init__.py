@@ -8,6 +8,7 @@ calls          what it calls, before PyTorch takes it apart
 handlers       what is done with the norms and with dropout
 expression     a recorded piece: PyTorch's operators in order, a frozen record that can be called
 fusion         a recorded function, cut at its norm, is a call like any other
+checks         whether its operators have rows in the table, or which has none
 dropout        its mask as an operator
 capture        a function or an expression -> the graph of its primitive operators
 differentiate  the same of its gradients

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from warpnorm.errors import FusionError, OperatorError
+from warpnorm.errors import FusionError
 from warpnorm.norms import Norm
 from warpnorm.problem import NUMBER, Axes, Call, Literal, compute_dtype, operand_name
-from warpnorm.space import Gradients
-from warpnorm.trace import capture, differentiate
+from warpnorm.trace import checks
 from warpnorm.trace.calls import Calls
-from warpnorm.trace.expression import CAST, DROPOUT, Constant, Expression, Ref, Step
+from warpnorm.trace.expression import DROPOUT, Constant, Expression, Ref, Step
 from warpnorm.trace.fakes import Shape, StandIns, Symbols
 from warpnorm.trace.record import Counted, Move, NormCall, Recorded, Recorder, Result, Running, Source
 
@@ -275,7 +274,7 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
         norm.groups,
     )
     own_dtypes = tuple(source.fake.dtype for source in builder.sources)
-    _check_operators(call, own_dtypes)
+    checks.check_operators(call, own_dtypes)
     inputs = tuple(_operand(source, recorder.effects) for source in builder.sources)
     shown = tuple(request.names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
     return Captured(
@@ -430,51 +429,6 @@ def is_one(size: Any) -> bool:
 
 def _first_leaves(leaves: Sequence[Any], kept: Sequence[Any], count: int) -> list[torch.Tensor]:
     return [leaves[kept.index(Output(k))] for k in range(count)]
-
-
-def _check_operators(call: Call, dtypes: Sequence[torch.dtype]) -> None:
-    """Every operator has a row in the table, or is made of those that have."""
-    own = capture.probe_dtypes([*dtypes, *[torch.int64] * (len(call.axes) - len(dtypes))], call.compute)
-    try:
-        capture.forward_graphs(call.prologue, call.epilogue, own, call.compute)
-    except OperatorError as error:
-        raise _at_fault(call, error) from None
-
-
-def check_gradients(captured: Captured, wanted: tuple[int, ...]) -> None:
-    """The same of the derivatives."""
-    call = captured.call
-    own = capture.probe_dtypes([*captured.dtypes, *[torch.int64] * (2 * captured.draws)], call.compute)
-    graphs = capture.forward_graphs(call.prologue, call.epilogue, own, call.compute)
-    given = tuple(k for k, dtype in enumerate(call.outputs) if dtype.is_floating_point)
-    gradients = Gradients.of(graphs, given, wanted)
-    try:
-        differentiate.backward_graphs(call.prologue, call.epilogue, own, call.compute, gradients)
-    except (OperatorError, RuntimeError) as error:
-        raise _at_fault(call, error) from None
-
-
-def _at_fault(call: Call, error: Exception) -> FusionError:
-    """Which of the user's operators it is: the first that cannot be traced by itself, or differentiated."""
-    steps = [s for e in (call.prologue, call.epilogue) if isinstance(e, Expression) for s in e.steps]
-    named = str(error).split(" ")[0]  # the primitive operator that has no row
-    for step in [s for s in steps if s.target.split(".")[1] == named]:
-        return FusionError(f"{step.line}: {step.target} cannot be fused: {error}; or call it outside")
-    for step in steps:
-        if step.target == CAST and not dict(step.kwargs)["dtype"].is_floating_point:
-            continue
-        refs = tuple(dict.fromkeys(arg.name for arg in step.args if isinstance(arg, Ref)))
-        alone = Expression(refs, (step,), (Ref(step.name),), call.compute, is_single=True)
-        kinds = [call.compute] * len(refs)
-        try:
-            capture.pointwise(alone, refs, kinds)
-            differentiate.vjp(alone, refs, kinds, refs, ["grad"], call.compute)
-        except (OperatorError, RuntimeError) as reason:
-            return FusionError(
-                f"{step.line}: {step.target.removesuffix('.default')} cannot be fused: {reason}; call it outside of the "
-                "fused function, or add a row to the table in warpnorm/trace/operators.py"
-            )
-    return FusionError(f"the function cannot be fused: {error}")
 
 
 def _at(tree: Any, sizes: Mapping[Any, int]) -> Any:

@@ -178,6 +178,12 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func in READS_A_VALUE:
+            if any(
+                isinstance(e, Counted) and memory(e.source.fake) == memory(self._faked(args[0])) for e in self.effects
+            ):
+                raise refuse(
+                    "a norm with momentum=None", "its momentum depends on how often it was called", "give a momentum"
+                )
             raise refuse(
                 _name(func),
                 "the function branches on, or reads, the value of a tensor",

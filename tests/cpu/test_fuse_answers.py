@@ -439,6 +439,24 @@ def test_left_shifts(dtype: torch.dtype, x: Tensor) -> None:
     assert_same(function, warpnorm.fuse(function), x, given)
 
 
+RESHAPES: dict[str, Callable[[Tensor], Tensor]] = {
+    "reshape": lambda x: norm(x.t().reshape(-1, 40)),
+    "of_result": lambda x: norm((x * 2).t().reshape(-1, 40)),
+    "contiguous": lambda x: norm(x.t().contiguous().view(5, -1)),
+}
+
+
+@pytest.mark.parametrize("function", RESHAPES.values(), ids=RESHAPES)
+def test_reshapes_that_copy(function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    fused = warpnorm.fuse(function)
+    for given in (x, x.t().contiguous().t(), x):
+        leaf = given.clone().requires_grad_()
+        y, expected = fused(leaf), function(leaf)
+        torch.testing.assert_close(y, expected)
+        grads = [torch.autograd.grad(out.pow(3).sum(), leaf, retain_graph=True) for out in (y, expected)]
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
 def test_no_momentum(x: Tensor) -> None:
     """Of a function it is as wrong as outside; of a module it is the mean of all batches."""
     images, mean, variance, module = x.view(4, 8, 10), torch.zeros(8), torch.ones(8), nn.BatchNorm1d(8, momentum=None)

@@ -405,12 +405,13 @@ class Recorder(TorchDispatchMode):
         if not isinstance(arg, Source | Result):
             return arg
         fake = arg.fake
-        if fake.shape != like.shape:
+        is_spread = fake.shape != like.shape
+        if is_spread:
             spread = Move(aten.expand.default, (tuple(like.shape),), ())
             arg = self._seen_through(arg, spread, fake.expand(like.shape))
             fake = arg.fake
         try:
-            moved = move(fake)
+            moved = move(fake) if is_spread else move.of_user(fake)
         except (RuntimeError, ValueError):
             raise refuse(
                 _name(move.target), "it mixes rows of a broadcast tensor", "reshape before the tensors are combined"

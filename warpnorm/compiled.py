@@ -22,7 +22,7 @@ from warpnorm.functional import HANDLERS
 from warpnorm.launch import call_text
 from warpnorm.launch.call_text import NORMS
 from warpnorm.problem import Running, View
-from warpnorm.trace import fusion
+from warpnorm.trace import checks, fusion
 from warpnorm.trace.arrange import Prepared, arrange
 from warpnorm.trace.record import normalize, relabel
 
@@ -407,7 +407,7 @@ def _lowered(steps: list[Any], wanted: list[Any], leaves: list[Any], symbols: Se
     call, operands = arrange(prepared, tensors)
     if torch.is_grad_enabled():
         needing = tuple(k for k, o in enumerate(operands) if o.requires_grad)  # type: ignore[union-attr]
-        fusion.check_gradients(captured, [tensors[i.index].dtype for i in inputs], needing)
+        checks.check_gradients(captured.call, captured.dtypes, needing)
     text = call_text.written(call, tuple(o.dtype for o in operands if isinstance(o, torch.Tensor)))
     is_native = tensors[0].device.type == "cpu"
     if text is None or (is_native and not pipeline.takes_views(call, tuple(map(_view, operands)), operands)):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from warpnorm import compiled, functional, pipeline, reference, repeat, repeat_fused
-from warpnorm.errors import InputError, InputTypeError
+from warpnorm.errors import FusionError, InputError, InputTypeError
 from warpnorm.launch.call_text import NORMS
 from warpnorm.library import is_sharded
 from warpnorm.locks import Lock
@@ -25,7 +25,7 @@ from warpnorm.parallel import exchange, split
 from warpnorm.parallel import functional as parallel
 from warpnorm.parallel.opened import opened
 from warpnorm.problem import Call, Running
-from warpnorm.trace import environment, fusion, handlers, symbolic
+from warpnorm.trace import checks, environment, fusion, handlers, symbolic
 from warpnorm.trace.arrange import Prepared, arrange, is_host_scalar, leader
 
 _log = logging.getLogger(__name__)
@@ -42,12 +42,15 @@ LEAF = pytree.tree_structure(0)
 
 
 class Request(NamedTuple):
-    """One call: what the function is given, all tensors that it may read (its arguments', then the others), and a key."""
+    """One call: what the function is given, all tensors that it may read (its arguments', then the others), a key, and which
+    attributes of tensors it reads that PyTorch has not given them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     tensors: list[torch.Tensor]
     key: Any
+    asked: frozenset[str]
+    owner: Any
 
 
 class Bound(functools.partial):
@@ -205,15 +208,29 @@ class Fused:
 
     def request(self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Request:
         tensors: list[torch.Tensor] = []
-        key = tuple([_key(arg, tensors) for arg in args])
+        try:
+            key = tuple([_key(arg, tensors) for arg in args])
+        except FusionError:
+            if owner is NOTHING and self._is_method_of(args[0]):
+                return self.request(args[0], args[1:], kwargs)
+            raise
         if kwargs:
             key = (*key, *((name, _key(arg, tensors)) for name, arg in kwargs.items()))
         function = self.__wrapped__
         around = environment.read(function) if owner is NOTHING else environment.read(function, owner)
-        places = tuple([_key(tensor, tensors) for tensor in around.tensors])
+        places: tuple[Any, ...] = tuple([_key(tensor, tensors) for tensor in around.tensors])
         given = args if owner is NOTHING else (owner, *args)
         modes = (torch.get_default_dtype(), _autocast(tensors), torch.is_grad_enabled(), exchange.present())
-        return Request(given, kwargs, tensors, (key, around.key, places, modes))
+        if around.asked:
+            places = (places, environment.attributes(tensors, around.asked))
+        return Request(given, kwargs, tensors, (key, around.key, places, modes), around.asked, owner)
+
+    def _is_method_of(self, owner: Any) -> bool:
+        """Whether it is, beneath other decorators: these call it as a function."""
+        found = inspect.getattr_static(type(owner), getattr(self, "__name__", ""), None)
+        while found is not None and found is not self:
+            found = getattr(found, "__wrapped__", None)
+        return found is self
 
     def prepare(self, request: Request) -> Prepared:
         """Captures at the first call, and again only where nothing captured so far fits."""
@@ -256,8 +273,11 @@ class Fused:
                 return captured
         names = _names(self.__wrapped__, request)
         captured = fusion.capture_call(
-            fusion.Request(self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS)
+            fusion.Request(
+                self.__wrapped__, (request.args, request.kwargs), tensors, names, HANDLERS, NORMS, request.asked
+            )
         )
+        self._check_unchanged(request)
         if sum(map(len, self._captured.values())) >= MOST_CAPTURES:
             for kept in (self._captured, self._prepared, self._differentiable):
                 kept.clear()
@@ -271,12 +291,24 @@ class Fused:
             )
         return captured
 
+    def _check_unchanged(self, request: Request) -> None:
+        """What a function does beside its results is done by its capture alone."""
+        args = request.args if request.owner is NOTHING else request.args[1:]
+        again = self.request(request.owner, args, request.kwargs).key
+        if again != request.key:
+            what = ("an argument", "something outside of it", "something outside of it", "a mode of PyTorch's")
+            changed = next(name for name, new, old in zip(what, again, request.key, strict=True) if new != old)
+            raise FusionError(
+                f"{fusion.place(self.__wrapped__)}the function changes {changed}, which would happen only while it is "
+                "captured; return the value, and do that outside"
+            )
+
     def _check_gradients(self, prepared: Prepared, tensors: Sequence[torch.Tensor]) -> None:
         silent = prepared.captured.unreached
         wanted = tuple([k for k, i in enumerate(prepared.inputs) if tensors[i.index].requires_grad and k not in silent])
         key = (prepared.captured.call, wanted)
         if wanted and key not in self._differentiable:
-            fusion.check_gradients(prepared.captured, [tensors[i.index].dtype for i in prepared.inputs], wanted)
+            checks.check_gradients(prepared.captured.call, prepared.captured.dtypes, wanted)
             self._differentiable.add(key)
 
 
@@ -405,12 +437,9 @@ def _order(captured: fusion.Captured) -> tuple[int, ...] | None:
 
 def _key(arg: Any, tensors: list[torch.Tensor]) -> Any:
     """Of an argument: a tensor is the place where it stands in `tensors`, and is added if it is not there."""
-    if isinstance(arg, torch.Tensor):
-        for place, tensor in enumerate(tensors):
-            if tensor is arg:
-                return place
-        tensors.append(arg)
-        return len(tensors) - 1
+    kind = type(arg)
+    if kind in pipeline.PLAIN_TYPES or issubclass(kind, torch.Tensor):
+        return environment.place_of(arg, tensors)
     return environment.snapshot(arg, tensors)
 
 

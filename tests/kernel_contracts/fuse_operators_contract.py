@@ -220,6 +220,7 @@ COMPARISONS = (
     Row("invert", lambda x, y: torch.where(~(x > y), x, y), PAIRS, "of a comparison"),
     Row("bits", lambda x, y: y * ((x.to(torch.int32) & 3) | (y.to(torch.int32) ^ ~x.to(torch.int32))), PAIRS,
         "of integers"),
+    Row("shift", lambda x, y: y * (x.to(torch.int32) << 2), PAIRS, "a product"),
 )  # fmt: skip
 
 

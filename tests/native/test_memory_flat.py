@@ -69,7 +69,7 @@ def test_ten_thousand_calls_leave_memory_flat() -> None:
 # by devices, by names of modules, by the norms and by the operators of PyTorch, of which there are few
 ENDLESS = [
     "warpnorm.plan.device._numbers",
-    "warpnorm.trace.environment._trusted",
+    "warpnorm.trace.bytecode.trusted",
     "warpnorm.trace.handlers._signature",
     "warpnorm.trace.store._arity",
 ]

@@ -2,15 +2,12 @@
 calls), as one hashable key and a list of tensors. What has no key is an error: a captured graph must never be stale."""
 
 import builtins
-import dis
-import re
-import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -18,12 +15,10 @@ import torch
 from torch import nn
 
 from warpnorm.errors import FusionError
-from warpnorm.trace.fakes import StandIn
+from warpnorm.trace.bytecode import Use, asked, loads, refusal, trusted
+from warpnorm.trace.fakes import is_left
 
-# Packages whose functions read nothing that a user changes; `_operator` is `operator` all the same.
-TRUSTED = frozenset({"torch", "warpnorm", "numpy", "builtins", "math", "operator", "functools", "itertools", "typing"})
-TRUSTED |= {"collections", "contextlib", "dataclasses", "enum", "abc", "types"}
-# What they have that does change; dots end a name
+# What trusted packages have that does change; dots end a name
 CHANGING = (
     "numpy.random.",
     "torch.initial_seed",
@@ -37,29 +32,41 @@ CHANGING = (
     "torch.is_inference_mode_enabled",
 )
 UNSEEN = frozenset({"globals", "eval", "exec", "__import__", "open", "input"})  # builtins that read what no path shows
+TENSOR = torch.Tensor
+PLAIN = (torch.Tensor, nn.Parameter)
 MODULE_STATE = frozenset(vars(nn.Module()))
 # What a class carries for itself, and methods that nobody runs on an object that is there already.
 UNREAD = (frozenset(dir(object)) - {"__init__", "__new__"}) | {"__post_init__", "extra_repr", "_abc_impl"}
-NOISE = frozenset({"EXTENDED_ARG", "CACHE", "NOP", "PRECALL"})
-GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
-DEREF = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_FROM_DICT_OR_DEREF"})
-ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-# Loads whose lowest bit says that the value is called at once, and the version that brought it.
-CALL_BIT = {op for op, since in {"LOAD_GLOBAL": (3, 11), "LOAD_ATTR": (3, 12)}.items() if sys.version_info >= since}
 
 
 class Environment(NamedTuple):
-    """Two environments with equal keys may share a captured graph; the tensors are its operands, each of them once."""
+    """Two environments with equal keys may share a captured graph; the tensors are its operands, each of them once. `asked`
+    are attributes that tensors may have by their user, and that are read."""
 
     key: Hashable
     tensors: tuple[torch.Tensor, ...]
+    asked: frozenset[str] = frozenset()
 
 
-class Use(NamedTuple):
-    """One way to read a name: the attributes followed from there, and whether what they lead to is called at once."""
+def attributes(tensors: list[torch.Tensor], names: frozenset[str]) -> Hashable:
+    """The key of those attributes of tensors. What is a tensor joins them."""
+    found = []
+    for place, tensor in enumerate(tensors):
+        for name in names.intersection(vars(tensor)):
+            found.append((place, name, snapshot(vars(tensor)[name], tensors, f"the attribute {name} of a tensor")))
+    return frozenset(found)
 
-    names: tuple[str, ...] = ()
-    called: bool = False
+
+def place_of(tensor: torch.Tensor, tensors: list[torch.Tensor]) -> int:
+    """Where it stands in `tensors`, to which it is added if it is not there; of a Parameter below zero."""
+    place = 0
+    for known in tensors:
+        if known is tensor:
+            break
+        place += 1  # quicker than `enumerate`
+    else:
+        tensors.append(tensor)
+    return place if type(tensor) is TENSOR else ~place
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +76,7 @@ class Reads:
 
     code: CodeType
     roots: tuple[tuple[str, str, tuple[Use, ...]], ...]
+    asked: frozenset[str] = frozenset()
     modules: dict[str, ModuleType] = field(default_factory=dict)  # trusted ones that were seen under a name
 
 
@@ -98,7 +106,7 @@ def read(function: Callable[..., Any], owner: object = _Nothing) -> Environment:
     reader, bound = _Reader(tensors), function if owner is _Nothing else MethodType(function, owner)
     try:
         key = reader.function(function, owner) if isinstance(function, FunctionType) else reader.called(bound)
-        return Environment(key, tuple(tensors))
+        return Environment(key, tuple(tensors), reader.asked)
     except (_UnkeyableError, RecursionError) as error:
         raise FusionError(_complaint(error, "the function", bound)) from None
 
@@ -109,11 +117,6 @@ def snapshot(value: Any, tensors: list[torch.Tensor], name: str = "an argument")
         return _Reader(tensors).key(value)
     except (_UnkeyableError, RecursionError) as error:
         raise FusionError(_complaint(error, name, value)) from None
-
-
-@cache
-def _trusted(module: str | None) -> bool:
-    return (module or "").partition(".")[0].lstrip("_") in TRUSTED
 
 
 def _complaint(error: BaseException, name: str, target: object) -> str:
@@ -127,79 +130,25 @@ def _complaint(error: BaseException, name: str, target: object) -> str:
     )
 
 
-def _refusal(code: CodeType, what: str) -> FusionError:
-    return FusionError(f"{code.co_name} ({code.co_filename}:{code.co_firstlineno}) {what}")
-
-
 def _analyse(code: CodeType, is_method: bool) -> Reads:
     own = code.co_varnames[0] if is_method and code.co_argcount else None
     found: dict[tuple[str, str], dict[Use, None]] = {}
     if is_method and own is None:  # `self` is in `*args`, and may be used in any way
         found["own", "self"] = {Use(): None}
-    for where, name, use in _loads(code, code, frozenset(code.co_freevars), own):
+    outer = frozenset(code.co_freevars)
+    for where, name, use in loads(code, code, outer, own):
         found.setdefault((where, name), {})[use] = None
-    reads = Reads(code, tuple((where, name, tuple(uses)) for (where, name), uses in found.items()))
+    roots = tuple((where, name, tuple(uses)) for (where, name), uses in found.items())
+    reads = Reads(code, roots, asked(code, outer, own))
     if len(_reads[is_method]) >= LARGEST_CACHE:
         _reads[is_method].clear()  # keys that hold what was there fit no more, and nothing is wrong
     return _reads[is_method].setdefault(id(code), reads)
 
 
-def _loads(root: CodeType, code: CodeType, outer: frozenset[str], own: str | None) -> Iterator[tuple[str, str, Use]]:
-    """(where, name, use) of what `code`, which stands in `root`, reads from outside of `root`. `outer` are the free
-    variables that lead there; `own` is what `self` is called."""
-    ops, names, args = zip(*_steps(code), strict=True)
-    boxed = {*code.co_cellvars, *code.co_freevars}
-    for at, (op, name) in enumerate(zip(ops[:-3], names, strict=False)):
-        if op == "IMPORT_NAME" and (names[at - 2] != 0 or not _trusted(name)):
-            raise _refusal(root, f"imports `{name}`: import it outside, and read there the one value that is needed.")
-        if op in ("STORE_GLOBAL", "DELETE_GLOBAL") or (op in ("STORE_DEREF", "DELETE_DEREF") and name in outer):
-            raise _refusal(
-                root, f"assigns to `{name}`, which would happen only while it is captured; return it instead"
-            )
-        if op in ("STORE_FAST", "DELETE_FAST", "STORE_DEREF", "DELETE_DEREF") and name == own:
-            raise _refusal(root, f"assigns to `{own}`, so what it reads from there cannot be told.")
-        end = at + 1
-        while ops[end] in ATTRIBUTE:
-            end += 1
-        # From 3.12 on `super().f` is `super, __class__, self, LOAD_SUPER_ATTR f`; before, a call without arguments.
-        if own and op in DEREF and name == "__class__" and ops[at + 2] == "LOAD_SUPER_ATTR":
-            yield "super", "super()", Use((names[at + 2],))
-        elif ops[end] == "LOAD_SUPER_ATTR" and ops[at - 1] in DEREF and names[at - 1] == "__class__":
-            continue
-        elif own and op in GLOBAL and name == "super" and ops[end] in ("CALL", "CALL_FUNCTION") and not args[end]:
-            yield "super", "super()", Use((names[end + 1],) if ops[end + 1] in ATTRIBUTE else ())
-        elif (
-            op in GLOBAL
-            or (op in DEREF and (name in outer or name == own))
-            or (op == "LOAD_FAST" and name == own and name not in boxed)  # else it is the cell, for a function inside
-        ):
-            is_augmented = ops[end] in ("COPY", "DUP_TOP") and ops[end + 1] in ATTRIBUTE  # a.b += 1
-            if ops[end] in ("STORE_ATTR", "DELETE_ATTR") or is_augmented:
-                what = f"assigns to `{name}.{names[end + is_augmented]}`, which would happen only while it is captured"
-                raise _refusal(root, f"{what}; return the value, and assign it outside")
-            called = ops[end - 1] == "LOAD_METHOD" or (ops[end - 1] in CALL_BIT and bool(args[end - 1] & 1))
-            where = "global" if op in GLOBAL else "own" if name == own else "cell"
-            yield where, name, Use(names[at + 1 : end], called)
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType) and inner.co_name != "__annotate__":
-            free = frozenset(inner.co_freevars)
-            yield from _loads(root, inner, outer & free, own if own in free else None)
-
-
-def _steps(code: CodeType) -> Iterator[tuple[str, Any, int]]:
-    """(operation, name, argument) of each instruction; one that works on two locals is taken apart."""
-    for step in dis.get_instructions(code):
-        if "_FAST" in step.opname:  # LOAD_FAST_BORROW, STORE_FAST_LOAD_FAST
-            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            for op, name in zip(re.findall("[A-Z]+_FAST", step.opname), names, strict=True):
-                yield op, name, 0
-        elif step.opname not in NOISE:
-            yield step.opname, step.argval, step.arg or 0
-    yield from [("END", None, 0)] * 3
-
-
 class _Reader:
     """One reading. It knows what it has met, so that a tensor is one operand and a function may refer to itself."""
+
+    asked: frozenset[str] = frozenset()
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.tensors = tensors
@@ -221,11 +170,13 @@ class _Reader:
         if again := self.again(function, owner):
             return again
         scope, code, closure = function.__globals__, function.__code__, function.__closure__ or ()
-        if _trusted(scope.get("__name__")):
+        if trusted(scope.get("__name__")):
             return self.trusted_function(function, owner)
         is_method = owner is not _Nothing
         reads = _reads[is_method].get(id(code)) or _analyse(code, is_method)
         parts: list[Hashable] = [reads]
+        if reads.asked:
+            self.asked |= reads.asked
         for where, name, uses in reads.roots:
             if where == "global":
                 value = scope.get(name, _Nothing)
@@ -245,30 +196,44 @@ class _Reader:
     def trusted_function(self, function: FunctionType, owner: Any) -> Hashable:
         """It reads nothing but the functions that it was made of, if any: `torch.no_grad()` makes such a one."""
         wrapped = function.__dict__.get("__wrapped__")
+        if "register" in function.__dict__:
+            return self.dispatched(function)
         if isinstance(wrapped, FunctionType):
             return function, self.function(wrapped, owner)
         inner = [_content(cell) for cell in function.__closure__ or ()]
         keys = [self.key(value) for value in inner if isinstance(value, (FunctionType, MethodType, nn.Module))]
         return function, tuple(keys), self.module(owner, True) if isinstance(owner, nn.Module) else self.key(owner)
 
+    def dispatched(self, function: Any) -> Hashable:
+        """A function of `functools.singledispatch`: every implementation. Fakes are tensors, but of no class among them."""
+        registry = getattr(function, "registry", None)  # of methods it is out of reach
+        if registry is None or any(issubclass(kind, torch.Tensor) and kind is not torch.Tensor for kind in registry):
+            why = ", which chooses among implementations in a way that a capture cannot follow: call the one that is meant."
+            raise _UnkeyableError(function, why)
+        return function, tuple([(kind, self.key(found)) for kind, found in registry.items()])
+
     def uses(self, reads: Reads, name: str, value: Any, uses: Iterable[Use]) -> Hashable:
         code = reads.code
-        if isinstance(value, ModuleType) and _trusted(value.__name__):
-            for names, _ in uses:
+        if isinstance(value, ModuleType) and trusted(value.__name__):
+            for names, _, compared in uses:
+                if compared:
+                    _refuse_classes(code, self.follow(value, names), (name, *names))
                 path = f"{value.__name__}.{'.'.join(names)}"
                 if path.startswith(CHANGING):
                     what = f"reads `{'.'.join((name, *names))}`, which changes from call to call"
-                    raise _refusal(code, f"{what}; read it outside, and pass it as an argument")
+                    raise refusal(code, f"{what}; read it outside, and pass it as an argument")
             reads.modules[name] = value
             return value
         keys = []
-        for names, called in uses:
+        for names, called, compared in uses:
             target = self.follow(value, names)
+            if compared:
+                _refuse_classes(code, target, (name, *names))
             try:
                 keys.append(self.called(target) if called else self.key(target))
             except (_UnkeyableError, RecursionError) as error:
                 problem = _complaint(error, ".".join((name, *names)), target)
-                raise _refusal(code, f"cannot be captured: {problem}") from None
+                raise refusal(code, f"cannot be captured: {problem}") from None
         return tuple(keys)
 
     def follow(self, value: Any, names: Iterable[str]) -> Any:
@@ -286,7 +251,7 @@ class _Reader:
     def called(self, value: Any) -> Hashable:
         """Of a user's object that is only called, no more than the call reads."""
         kind = type(value)
-        if _trusted(kind.__module__) or _rule(kind) not in (_Reader.module, _Reader.refuse):
+        if trusted(kind.__module__) or _rule(kind) not in (_Reader.module, _Reader.refuse):
             return self.key(value)
         call: Any = kind.__call__
         if call is nn.Module.__call__:
@@ -295,14 +260,10 @@ class _Reader:
         return ("call", self.function(call, value)) if isinstance(call, FunctionType) else self.refuse(value)
 
     def tensor(self, value: torch.Tensor) -> Hashable:
-        if type(value) is StandIn:
+        if type(value) not in PLAIN and is_left(value):
             why = ", which a capture left there: the function puts a result into something outside of it"
             raise _UnkeyableError(value, f"{why}, and that happens only while it is captured; return it instead.")
-        for index, known in enumerate(self.tensors):
-            if known is value:
-                return index
-        self.tensors.append(value)
-        return len(self.tensors) - 1
+        return place_of(value, self.tensors)
 
     def sequence(self, value: Iterable[Any]) -> Hashable:
         return type(value), tuple([self.key(item) for item in value])
@@ -329,7 +290,7 @@ class _Reader:
             return again
         if not is_owner:
             _refuse_hooks(value)
-        state, is_ours = vars(value), is_owner and _trusted(type(value).__module__)
+        state, is_ours = vars(value), is_owner and trusted(type(value).__module__)
         entries = []
         for name, item in state.items():
             if name not in MODULE_STATE:
@@ -347,7 +308,7 @@ class _Reader:
 
     def kind(self, kind: type) -> Hashable:
         """A class: itself and, if it is a user's, its attributes and all that its methods read."""
-        if _trusted(kind.__module__):
+        if trusted(kind.__module__):
             return kind
         if issubclass(kind, torch.autograd.Function):
             raise _UnkeyableError(
@@ -355,7 +316,7 @@ class _Reader:
             )
         if again := self.again(kind):
             return again
-        items = [item for base in kind.__mro__ if not _trusted(base.__module__) for item in vars(base).items()]
+        items = [item for base in kind.__mro__ if not trusted(base.__module__) for item in vars(base).items()]
         if issubclass(kind, Enum):  # its members are as they were made
             items = [(name, item) for name, item in items if isinstance(_plain(item), FunctionType)]
         plain = [(name, _plain(item)) for name, item in items]
@@ -363,21 +324,21 @@ class _Reader:
 
     def method(self, value: MethodType) -> Hashable:
         function: Any = value.__func__
-        while not isinstance(function, FunctionType | None) and _trusted(type(function).__module__):
+        while not isinstance(function, FunctionType | None) and trusted(type(function).__module__):
             function = getattr(function, "__wrapped__", None)
         is_known = isinstance(function, FunctionType)
         return ("bound", self.function(function, value.__self__)) if is_known else self.refuse(value)
 
     def partial(self, value: partial) -> Hashable:
         maker = getattr(value.func, "__self__", None)
-        wrapped = getattr(maker, "__wrapped__", None) if _trusted(type(maker).__module__) else None
+        wrapped = getattr(maker, "__wrapped__", None) if trusted(type(maker).__module__) else None
         if isinstance(wrapped, FunctionType) and value.args:  # a method that `fuse` bound to its owner
             owner, *args = value.args
             return "bound", self.function(wrapped, owner), self.key((args, value.keywords))
         return type(value), self.key((value.func, value.args, value.keywords))
 
     def builtin(self, value: Any) -> Hashable:
-        if _trusted(getattr(value, "__module__", None)) and value.__name__ not in UNSEEN:
+        if trusted(getattr(value, "__module__", None)) and value.__name__ not in UNSEEN:
             return value
         owner = getattr(value, "__self__", None)
         is_bound = owner is not None and not isinstance(owner, ModuleType)
@@ -385,6 +346,8 @@ class _Reader:
 
     def wrapper(self, value: Any) -> Hashable:
         """An object of a trusted class that stands for a function, as `fuse` makes it."""
+        if type(value).__module__ == "functools" and hasattr(value, "register"):
+            return self.dispatched(value)
         wrapped = getattr(value, "__wrapped__", None)
         return (type(value), self.key(wrapped)) if callable(wrapped) else self.refuse(value)
 
@@ -415,6 +378,12 @@ def _content(cell: CellType) -> Any:
         return _Nothing
 
 
+def _refuse_classes(code: CodeType, value: Any, names: Iterable[str]) -> None:
+    if isinstance(value, type) and issubclass(value, torch.Tensor):
+        what = f"compares a type with `{'.'.join(names)}`, but while it is captured tensors are of a type of their own"
+        raise refusal(code, f"{what}; use isinstance, or decide outside of the fused function")
+
+
 def _refuse_hooks(module: nn.Module) -> None:
     of_all = vars(nn.modules.module)
     if any(of_all.get(f"_global_{name}_hooks") for name in ("forward", "forward_pre", "backward", "backward_pre")):
@@ -427,7 +396,7 @@ def _refuse_hooks(module: nn.Module) -> None:
 
 def _plain(item: Any) -> Any:
     """The function in an attribute of a class, or the attribute."""
-    if isinstance(item, FunctionType) or not _trusted(type(item).__module__):
+    if isinstance(item, FunctionType) or not trusted(type(item).__module__):
         return item
     found = item.fget if isinstance(item, property) else item.func if isinstance(item, cached_property) else item
     return getattr(found, "__wrapped__", found)  # of static methods too
@@ -447,17 +416,17 @@ def _rule(kind: type) -> Rule:
         params = getattr(kind, "__dataclass_params__", None)
         ordered: list[tuple[bool, Rule]] = [
             (issubclass(kind, torch.Tensor), _Reader.tensor),
-            (issubclass(kind, partial) and _trusted(kind.__module__), _Reader.partial),
+            (issubclass(kind, partial) and trusted(kind.__module__), _Reader.partial),
             (issubclass(kind, nn.Module), _Reader.module),
             (issubclass(kind, type), _Reader.kind),
             (issubclass(kind, Enum), _Reader.member),
             (torch.distributed.is_available() and issubclass(kind, torch.distributed.ProcessGroup), _Reader.ranks),
             (kind.__module__ in ("typing", "torch._ops"), _Reader.constant),
             (issubclass(kind, tuple) and hasattr(kind, "_fields"), _Reader.record),
-            (issubclass(kind, tuple) and _trusted(kind.__module__), _Reader.sequence),
+            (issubclass(kind, tuple) and trusted(kind.__module__), _Reader.sequence),
             (params is not None and params.frozen, _Reader.record),
             (kind.__module__ == "numpy" and hasattr(kind, "item") and kind.__hash__ is not None, _Reader.spelled),
-            (_trusted(kind.__module__), _Reader.wrapper),
+            (trusted(kind.__module__), _Reader.wrapper),
         ]
         _RULES[kind] = next((rule for holds, rule in ordered if holds), _Reader.refuse)
     return _RULES[kind]
@@ -479,7 +448,7 @@ _RULES: dict[type, Rule] = {
     partial: _Reader.partial,
     FunctionType: _Reader.function,
     MethodType: _Reader.method,
-    ModuleType: lambda reader, value: value if _trusted(value.__name__) else reader.refuse(value),
+    ModuleType: lambda reader, value: value if trusted(value.__name__) else reader.refuse(value),
 }
 # From these a path goes no further: they are keyed whole, and the next name is one that their type provides.
 _CLOSED = {_RULES[kind] for kind in _RULES if kind is not ModuleType} | {_Reader.tensor}

@@ -30,6 +30,7 @@ COUNTING = frozenset({
     _tensor.numel, _tensor.nelement, _tensor.__len__, _tensor.nbytes.__get__, _tensor.is_same_size, torch.numel,
     torch.is_same_size,
 })  # fmt: skip
+OWN_MODE = "warpnorm"
 
 
 class AskedForSizesError(Exception):
@@ -44,6 +45,7 @@ class Symbols:
 
         self.shape_env = ShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=False)
+        setattr(self.mode, OWN_MODE, True)
         self.symbols: dict[Any, tuple[int, int]] = {}
         self.fakes = []
         for i, tensor in enumerate(tensors):
@@ -52,7 +54,7 @@ class Symbols:
                 if size > 1:
                     shape[dim] = self._symbol(size, i, dim)
             with self.mode:
-                self.fakes.append(torch.empty(shape, dtype=tensor.dtype, device=tensor.device))
+                self.fakes.append(_as_parameter(torch.empty(shape, dtype=tensor.dtype, device=tensor.device), tensor))
 
     def _symbol(self, size: int, tensor: int, dim: int) -> Any:
         from torch._dynamo.source import ConstantSource
@@ -103,7 +105,7 @@ class StandIns:
         self._guards = []
         for i, tensor in enumerate(tensors):
             elem = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            self.fakes.append(StandIn(elem, tensor.device, self.mode))
+            self.fakes.append(_as_parameter(StandIn(elem, tensor.device, self.mode), tensor))
             for dim, size in enumerate(tensor.shape):
                 if size > 1:
                     self.symbols[i, dim] = i, dim
@@ -257,6 +259,13 @@ class _StandInMode(TorchDispatchMode):
         return pytree.tree_map_only(torch.Tensor, of_all, result)
 
 
+def _as_parameter(fake: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The fake, which says that it is a Parameter if the tensor is one."""
+    if isinstance(tensor, torch.nn.Parameter):
+        fake._is_param = True  # which `isinstance` asks for
+    return fake
+
+
 def _like(elem: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Strides as PyTorch gives them to a result."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(elem.shape, elem.stride(), strict=True))
@@ -279,6 +288,11 @@ def fixed_size(tensor: torch.Tensor, dim: int) -> int:
 
 def is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor | StandIn)
+
+
+def is_left(tensor: Any) -> bool:
+    """Whether a capture left it behind, where the function put it."""
+    return isinstance(tensor, StandIn) or getattr(getattr(tensor, "fake_mode", None), OWN_MODE, False)
 
 
 def memory(tensor: torch.Tensor) -> int:

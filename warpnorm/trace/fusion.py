@@ -3,6 +3,7 @@ expressions over the same operands, and with the norm they are a call like any o
 
 import inspect
 import logging
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,19 +13,21 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from warpnorm.errors import FusionError, OperatorError
+from warpnorm.errors import FusionError
 from warpnorm.norms import Norm
 from warpnorm.problem import NUMBER, Axes, Call, Literal, compute_dtype, operand_name
-from warpnorm.space import Gradients
-from warpnorm.trace import capture, differentiate
-from warpnorm.trace.expression import CAST, DROPOUT, Constant, Expression, Ref, Step
+from warpnorm.trace import checks
+from warpnorm.trace.calls import Calls
+from warpnorm.trace.expression import DROPOUT, Constant, Expression, Ref, Step
 from warpnorm.trace.fakes import Shape, StandIns, Symbols
-from warpnorm.trace.record import Calls, Counted, Move, NormCall, Recorded, Recorder, Result, Running, Source
+from warpnorm.trace.record import Counted, Move, NormCall, Recorded, Recorder, Result, Running, Source
 
 DTYPES = (
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
 )  # fmt: skip
+
+COPY = Move(torch.ops.aten.clone.default, (), ())
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,7 @@ class Captured:
     symbols: Mapping[Any, tuple[int, int]]
     guards: tuple[Any, ...]
     names: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]  # of the operands, seen through views
     shapes: tuple[Any, ...] = ()  # the only ones that it serves, where no symbols could stand for them
     effects: tuple[Average | Count, ...] = ()
     unreached: tuple[int, ...] = ()  # operands that no gradient reaches
@@ -101,7 +105,8 @@ class Captured:
 
 @dataclass(frozen=True)
 class Request:
-    """`function` with `arguments` (args, kwargs); `tensors` are all that it may read, `names` what they are called."""
+    """`function` with `arguments` (args, kwargs); `tensors` are all that it may read, `names` what they are called, `asked`
+    the attributes of theirs that it reads."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, Any]
@@ -109,6 +114,7 @@ class Request:
     names: Sequence[str]
     handlers: Mapping[Any, Callable[..., Any]]
     norms: Mapping[str, Norm]
+    asked: frozenset[str] = frozenset()
 
 
 def capture_call(request: Request) -> Captured:
@@ -196,11 +202,21 @@ def _shapes(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
 def _record(request: Request, fakes: StandIns | Symbols) -> tuple[Recorder, Any]:
     by_id = {id(real): (i, fake) for i, (real, fake) in enumerate(zip(request.tensors, fakes.fakes, strict=True))}
     recorder = Recorder(by_id)
+    for real, fake in zip(request.tensors, fakes.fakes, strict=True):
+        for name in request.asked.intersection(vars(real)):
+            setattr(fake, name, vars(real)[name])
     args, kwargs = pytree.tree_map(
         lambda leaf: by_id[id(leaf)][1] if isinstance(leaf, torch.Tensor) else leaf, request.arguments
     )
+    leaves, tree = pytree.tree_flatten((args, kwargs))
     with fakes.mode, recorder, Calls(request.handlers, fakes):
         result = request.function(*args, **kwargs)
+    left, as_left = pytree.tree_flatten((args, kwargs))
+    if as_left != tree or any(map(operator.is_not, left, leaves)):
+        raise FusionError(
+            f"{place(request.function)}the function changes a list or a dictionary that it is given, which would happen "
+            "only while it is captured; return what it puts there, and put it there outside"
+        )
     return recorder, result
 
 
@@ -208,7 +224,7 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
     norm = recorder.norm
     if norm is None:
         raise FusionError(
-            f"{_place(request.function)}the function holds no norm, and nothing else can be fused; call one of torch's or "
+            f"{place(request.function)}the function holds no norm, and nothing else can be fused; call one of torch's or "
             "of warpnorm's in it"
         )
     if isinstance(norm.c, Literal):
@@ -257,14 +273,21 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
         detached,
         norm.groups,
     )
-    _check_operators(call, [source.fake.dtype for source in builder.sources])
-    inputs = tuple(Input(source.index, source.moves) for source in builder.sources)
+    own_dtypes = tuple(source.fake.dtype for source in builder.sources)
+    checks.check_operators(call, own_dtypes)
+    inputs = tuple(_operand(source, recorder.effects) for source in builder.sources)
     shown = tuple(request.names[i.index] + "".join(f".{_move_name(m)}" for m in i.moves) for i in inputs)
     return Captured(
-        call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown,
+        call, inputs, bool(recorder.dropouts), tuple(kept), tree, fakes.symbols, fakes.guards(), shown, own_dtypes,
         effects=tuple(map(_effect, recorder.effects)), unreached=_unreached(builder.sources, outputs),
         ranks=norm.ranks,
     )  # fmt: skip
+
+
+def _operand(source: Source, effects: Sequence[Running | Counted]) -> Input:
+    """What a call changes is an operand as it was before: backward reads it again."""
+    changed = {s.index for e in effects for s in ((e.source,) if isinstance(e, Counted) else (e.mean, e.variance))}
+    return Input(source.index, (COPY, *source.moves) if source.index in changed else source.moves)
 
 
 def _effect(effect: Running | Counted) -> "Average | Count":
@@ -276,7 +299,7 @@ def _effect(effect: Running | Counted) -> "Average | Count":
     return Average(of(effect.mean), of(effect.variance), effect.momentum)
 
 
-def _place(function: Any) -> str:
+def place(function: Any) -> str:
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}: " if code else ""
 
@@ -406,51 +429,6 @@ def is_one(size: Any) -> bool:
 
 def _first_leaves(leaves: Sequence[Any], kept: Sequence[Any], count: int) -> list[torch.Tensor]:
     return [leaves[kept.index(Output(k))] for k in range(count)]
-
-
-def _check_operators(call: Call, dtypes: Sequence[torch.dtype]) -> None:
-    """Every operator has a row in the table, or is made of those that have."""
-    own = capture.probe_dtypes([*dtypes, *[torch.int64] * (len(call.axes) - len(dtypes))], call.compute)
-    try:
-        capture.forward_graphs(call.prologue, call.epilogue, own, call.compute)
-    except OperatorError as error:
-        raise _at_fault(call, error) from None
-
-
-def check_gradients(captured: Captured, dtypes: Sequence[torch.dtype], wanted: tuple[int, ...]) -> None:
-    """The same of the derivatives."""
-    call = captured.call
-    own = capture.probe_dtypes([*dtypes, *[torch.int64] * (2 * captured.draws)], call.compute)
-    graphs = capture.forward_graphs(call.prologue, call.epilogue, own, call.compute)
-    given = tuple(k for k, dtype in enumerate(call.outputs) if dtype.is_floating_point)
-    gradients = Gradients.of(graphs, given, wanted)
-    try:
-        differentiate.backward_graphs(call.prologue, call.epilogue, own, call.compute, gradients)
-    except (OperatorError, RuntimeError) as error:
-        raise _at_fault(call, error) from None
-
-
-def _at_fault(call: Call, error: Exception) -> FusionError:
-    """Which of the user's operators it is: the first that cannot be traced by itself, or differentiated."""
-    steps = [s for e in (call.prologue, call.epilogue) if isinstance(e, Expression) for s in e.steps]
-    named = str(error).split(" ")[0]  # the primitive operator that has no row
-    for step in [s for s in steps if s.target.split(".")[1] == named]:
-        return FusionError(f"{step.line}: {step.target} cannot be fused: {error}; or call it outside")
-    for step in steps:
-        if step.target == CAST and not dict(step.kwargs)["dtype"].is_floating_point:
-            continue
-        refs = tuple(dict.fromkeys(arg.name for arg in step.args if isinstance(arg, Ref)))
-        alone = Expression(refs, (step,), (Ref(step.name),), call.compute, is_single=True)
-        kinds = [call.compute] * len(refs)
-        try:
-            capture.pointwise(alone, refs, kinds)
-            differentiate.vjp(alone, refs, kinds, refs, ["grad"], call.compute)
-        except (OperatorError, RuntimeError) as reason:
-            return FusionError(
-                f"{step.line}: {step.target.removesuffix('.default')} cannot be fused: {reason}; call it outside of the "
-                "fused function, or add a row to the table in warpnorm/trace/operators.py"
-            )
-    return FusionError(f"the function cannot be fused: {error}")
 
 
 def _at(tree: Any, sizes: Mapping[Any, int]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from warpnorm.errors import InputError
+from warpnorm.errors import InputError, InputTypeError
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
 from warpnorm.trace.fakes import fixed_size
 from warpnorm.trace.record import average, normalize, refuse, relabel
@@ -156,6 +156,8 @@ def _channel_norm(
     if given.get("out") is not None or given.get("return_stats"):
         raise refuse(f"{called} with out= or return_stats=", "a kernel writes its results only", "leave it away")
     mean, variance, momentum = given.get("running_mean"), given.get("running_var"), given.get("momentum", 0.1)
+    if momentum is None:
+        raise InputTypeError(f"{called}: momentum must be a float, but is a NoneType; modules alone take None")
     for what in ("weight", "bias", "running_mean", "running_var"):
         if given.get(what) is not None and tuple(given[what].shape) != (c.shape[1],):
             raise InputError(
@@ -172,8 +174,6 @@ def _channel_norm(
         name = TRACKED_NORM.name if is_averaged and norm is GROUP_NORM else norm.name
         output = normalize(c, 1, name, eps, groups, given.get("ranks", ""))
         if is_averaged:
-            if momentum is None:
-                raise refuse(f"{called} with momentum=None", "it depends on how often it was called", "give a momentum")
             average(mean, variance, float(momentum))
     else:
         if mean is None or variance is None:

@@ -179,6 +179,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return table | {
         aten.add.Tensor: lambda x, y, alpha=1: NotImplemented if alpha == 1 else x + y * alpha,
         aten.sub.Tensor: lambda x, y, alpha=1: NotImplemented if alpha == 1 else x - y * alpha,
+        aten.__lshift__.Scalar: lambda x, places: _shifted(x, places),
         aten.floor_divide.default: lambda x, y: _divide(x, y, rounding_mode="floor"),
         aten.clamp.default: _clamp,
         aten.clamp.Tensor: _clamp,
@@ -214,6 +215,11 @@ def _divide(x: torch.Tensor, y: Any, *, rounding_mode: str | None = None) -> tor
     return torch.where(y == 0, torch.true_divide(x, y), rounded)
 
 
+def _shifted(x: torch.Tensor, places: int) -> Any:
+    """A product, where the factor is a number of this dtype."""
+    return x * (1 << places) if 0 <= places < 8 * x.dtype.itemsize - 1 and not x.is_floating_point() else NotImplemented
+
+
 def _clamp(x: torch.Tensor, low: Any = None, high: Any = None) -> torch.Tensor:
     dtype = x.dtype
     for bound in (low, high):
@@ -243,7 +249,8 @@ def _power(x: torch.Tensor, exponent: float) -> Any:
 
 def spelled(target: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
     """A row of the table, and the arguments in its order."""
-    name = str(target).split(".")[1].removesuffix("_")
+    name = str(target).split(".")[1]
+    name = name if name.startswith("__") else name.removesuffix("_")  # `add_`, but not `__rshift__`
     name = SPELLINGS.get(name, name)
     if target in CASTS:
         return "convert", tuple(args[:1])

@@ -2,13 +2,12 @@
 one norm. Anything else is refused at the user's own line."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -16,7 +15,7 @@ from warpnorm.errors import FusionError
 from warpnorm.problem import Literal
 from warpnorm.trace import operators
 from warpnorm.trace.expression import DROPOUT, RELABEL, Constant
-from warpnorm.trace.fakes import StandIns, Symbols, is_fake, is_pointwise, memory
+from warpnorm.trace.fakes import is_fake, is_pointwise, memory
 
 aten = torch.ops.aten
 # Operators in place whose overloads have other names than those of what gives a new tensor
@@ -25,15 +24,6 @@ OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 READS_A_VALUE = {
     aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default,
     aten.allclose.default,
-}  # fmt: skip
-# What a fake tensor would answer differently from the user's
-_tensor: Any = torch.Tensor
-LAYOUT_QUESTIONS = {
-    _tensor.stride: "strides", _tensor.is_contiguous: "strides", _tensor.storage_offset: "storage",
-    _tensor.data_ptr: "storage", _tensor.requires_grad.__get__: "requires_grad",
-    _tensor.is_leaf.__get__: "is_leaf", _tensor.grad.__get__: "grad", _tensor.requires_grad_: "requires_grad",
-    _tensor.data.__set__: "data",
-    _tensor.grad_fn.__get__: "grad_fn", _tensor.numpy: "values", _tensor.tolist: "values",
 }  # fmt: skip
 
 
@@ -54,6 +44,8 @@ class Move:
         """`reshape` is recorded as a view: where a tensor's strides have none, it is a copy."""
         if self.target in (aten.view.default, aten._unsafe_view.default):
             return tensor.reshape(self.args[0])
+        if self.target is aten.view_as_real.default:  # of a conjugate there is none
+            tensor = tensor.resolve_conj()
         return self(tensor)
 
 
@@ -174,6 +166,7 @@ class Recorder(TorchDispatchMode):
         self.norm: NormCall | None = None
         self.effects: list[Running | Counted] = []
         self.dropouts = 0
+        self._averages: set[int] = set()
         self._moved: dict[
             tuple[int, str], tuple[Result, Result]
         ] = {}  # with what was moved, so that its id stays its own
@@ -185,6 +178,12 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         if func in READS_A_VALUE:
+            if any(
+                isinstance(e, Counted) and memory(e.source.fake) == memory(self._faked(args[0])) for e in self.effects
+            ):
+                raise refuse(
+                    "a norm with momentum=None", "its momentum depends on how often it was called", "give a momentum"
+                )
             raise refuse(
                 _name(func),
                 "the function branches on, or reads, the value of a tensor",
@@ -193,6 +192,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.lift_fresh.default and not is_fake(args[0]):
             return self._constant(args[0])
         args, kwargs = self._faked(args), self._faked(kwargs)
+        self._check_averaged(func, args)
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             self._remember(result, self._recorded(func, args, kwargs, result))
@@ -324,7 +324,16 @@ class Recorder(TorchDispatchMode):
                 "pass the buffers",
             )
         self.effects.append(Running(mean, variance, args[2]))
+        self._averages |= {memory(buffer) for buffer in args[:2]}
         return Literal.of(0)
+
+    def _check_averaged(self, func: Any, args: Sequence[Any]) -> None:
+        if self._averages and any(isinstance(arg, torch.Tensor) and memory(arg) in self._averages for arg in args):
+            raise refuse(
+                f"{_name(func)} of running statistics after the norm",
+                "they are averaged when all is computed",
+                "read them outside of the fused function",
+            )
 
     def _counted(self, func: Any, args: Sequence[Any]) -> bool:
         """Whether an operator counts the calls, as BatchNorm does: the one write into an input that is kept."""
@@ -396,12 +405,13 @@ class Recorder(TorchDispatchMode):
         if not isinstance(arg, Source | Result):
             return arg
         fake = arg.fake
-        if fake.shape != like.shape:
+        is_spread = fake.shape != like.shape
+        if is_spread:
             spread = Move(aten.expand.default, (tuple(like.shape),), ())
             arg = self._seen_through(arg, spread, fake.expand(like.shape))
             fake = arg.fake
         try:
-            moved = move(fake)
+            moved = move(fake) if is_spread else move.of_user(fake)
         except (RuntimeError, ValueError):
             raise refuse(
                 _name(move.target), "it mixes rows of a broadcast tensor", "reshape before the tensors are combined"
@@ -431,30 +441,3 @@ def _nan_to_num_bounds(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tup
     largest = torch.finfo(args[0].dtype).max if args[0].is_floating_point() else 0.0
     usual = {"nan": 0.0, "posinf": largest, "neginf": -largest}
     return tuple((n, Literal.of(usual[n] if given.get(n) is None else float(given[n]))) for n in names)
-
-
-class Calls(TorchFunctionMode):
-    """Sees what the user calls, before PyTorch takes it apart: norms and dropout go to `handlers`."""
-
-    def __init__(self, handlers: Mapping[Any, Callable[..., Any]], fakes: Symbols | StandIns) -> None:
-        super().__init__()
-        self.handlers, self.fakes, self.has_gradients = handlers, fakes, torch.is_grad_enabled()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in LAYOUT_QUESTIONS:
-            raise refuse(
-                f"a look at the {LAYOUT_QUESTIONS[func]} of a tensor",
-                "the captured function serves tensors that differ in it",
-                "decide outside of the fused function",
-            )
-        answer = self.fakes.seen(func, args, kwargs)
-        if answer is not NotImplemented:
-            return answer
-        handler = self.handlers.get(func)
-        result = handler(func, *args, **kwargs) if handler is not None else func(*args, **kwargs)
-        if self.has_gradients and not torch.is_grad_enabled() and is_fake(result):
-            return result.detach()  # inside the user's own torch.no_grad()
-        return result

@@ -274,3 +274,9 @@ def test_launches_are_described_as_they_were_compiled(norm: Norm, monkeypatch: p
         assert len(params) == len(re.findall(r"_param_\d+,?\n", kernel.compiled.asm["ptx"].split("{")[0]))
     count = len(views) + 1 + len(norm.statistics)  # in order: operands, the output, statistics
     assert [slot for slot, _ in forth.described(len(views), 1)[-1] if slot >= 0] == list(range(count))
+
+
+def test_a_lone_column_is_rounded_alike_both_ways() -> None:
+    """Backward computes c anew: were only forward to fuse products with sums, c would not be its own mean."""
+    for _, _, kernel in compile_both(LAYER_NORM, 1, torch.float32, KNOWN["sm_90"]):
+        assert kernel.metadata.enable_fp_fusion is False  # type: ignore[attr-defined]

@@ -184,7 +184,7 @@ def test_channel_fused_evaluation_is_one_launch_without_statistics(device: str) 
 def test_channel_fused_refusals(device: str) -> None:
     x = drawn(FULL, 0, torch.float32, device)
     block = Block(torch.nn.BatchNorm2d(C, momentum=None).to(device))
-    with pytest.raises(warpnorm.FusionError, match=r"channel_fuse_contract.py:\d+: .*value of a tensor"):
+    with pytest.raises(warpnorm.FusionError, match=r"channel_fuse_contract.py:\d+: .*momentum=None cannot be fused"):
         block(x, x)
     assert block.norm.num_batches_tracked.item() == 0, "nothing is half done"
     one = drawn((1, C, 1, 1), 0, torch.float32, device)
@@ -195,3 +195,20 @@ def test_channel_fused_refusals(device: str) -> None:
     assert variance.eq(1).all()
     with pytest.raises(warpnorm.InputError, match="num_groups is 4"):
         warpnorm.fuse(lambda x: F.group_norm(x, 4).relu())(x)
+
+
+def test_channel_fused_groups_of_a_lone_value(device: str) -> None:
+    """Two samples of one value: PyTorch refuses a lone one, and takes these, which are zero."""
+
+    def program(x: Tensor) -> Tensor:
+        return F.group_norm(torch.sin(x) + x, 1).exp()
+
+    for shape in ((2, 1), (2, 1, 1), (3, 1, 1, 1)):
+        x = drawn(shape, 0, torch.float32, device).requires_grad_()
+        output = warpnorm.fuse(program)(x)
+        assert output.equal(torch.ones_like(output))
+        assert torch.autograd.grad(output.sum(), x)[0].eq(0).all()
+    one = drawn((1, 1, 1), 0, torch.float32, device)
+    for function in (program, warpnorm.fuse(program)):
+        with pytest.raises(ValueError, match="more than 1 value per"):
+            function(one)

@@ -368,3 +368,18 @@ def test_fused_reshape_of_any_strides(device: str) -> None:
         grad = torch.ones_like(found)
         for a, b in zip(*(torch.autograd.grad(o, given, grad) for o in (found, expected)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_fused_lone_column_is_its_own_mean(device: str) -> None:
+    """What stands before the norm is rounded backward as it was forward: xhat and its gradient are zero then."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = x + x * torch.sin(x)
+        y = F.layer_norm(h, (1,))
+        return y * h, y
+
+    x = drawn((4096, 1), 0, torch.float32, device).requires_grad_()
+    outputs = warpnorm.fuse(program)(x)
+    (gradient,) = torch.autograd.grad(outputs, x, [drawn((4096, 1), k, torch.float32, device) for k in (1, 2)])
+    assert all(output.eq(0).all() for output in outputs)
+    assert gradient.eq(0).all()

@@ -109,6 +109,12 @@ def _or_widened_apart(build: Callable[..., Any]) -> Callable[..., Any]:
     return attempt
 
 
+def _is_fused(problem: Problem) -> bool:
+    """Whether products may be fused with sums. Not of a lone column: its gradient is a product minus its own mean, which is
+    zero if the product is rounded both times; and c minus its own mean is, if c is rounded as forward did."""
+    return problem.cols_class > 1
+
+
 def _can_chain(device: Device) -> bool:
     """Whether launches can be made ready before the one before them ends, which they wait for themselves. LayerNorm of 128 x
     1024 takes 1.5 us so and 1.9 otherwise, its backward 3.8 and 4.4. What runs by teams is launched in another way."""
@@ -156,7 +162,8 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
         constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
         constants |= {"KEEPS_VARIANCE": problem.norm.keeps_variance, "HAS_RUNNING": bool(problem.running)}
         constants |= {"IS_CHAINED": _can_chain(device), "FEW_ROWS": grid.few_rows(plan)}
-        return BoundKernel(row_forward_kernel, arguments | running, constants, plan, device)
+        is_fused = _is_fused(problem)
+        return BoundKernel(row_forward_kernel, arguments | running, constants, plan, device, is_fused)
     if plan.pattern == TEAM:
         constants |= _functions(functions, "hold")
         constants |= {"BLOCK_COLS": plan.block_cols, "CHUNKS": plan.chunks}
@@ -232,12 +239,11 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         constants["FEW_ROWS"] = grid.lone_rows(plan)
         constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_LIGHT": _is_light(problem)}
         constants["HAS_GROUPS"] = not problem.norm.is_by_channel  # whose lines never come in groups
-        # The gradient of a lone column is a product minus its own mean: zero if the product is rounded both times
-        is_fused = problem.cols_class > 1
         constants["IS_CHAINED"] = _can_chain(device)
         totals = [problem.gradients[i] for i in problem.reduced] if constants["SUM_COLS"] else []
         arguments["totals"] = tuple(Argument("*" + TYPES[total.dtype], ALIGNED) for total in totals)
         geometry["row_programs"] = Argument("i32")
+        is_fused = _is_fused(problem)
         return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device, is_fused)
     sums = {"sum_ptrs": _statistics(problem)}
     return BoundKernel(long_row_backward_kernel, arguments | sums | geometry, constants, plan, device)

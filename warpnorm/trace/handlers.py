@@ -166,8 +166,12 @@ def _channel_norm(
     c = _autocast("group_norm" if "num_groups" in given else "batch_norm", c)
     shares = c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1)
     count = c.numel() // shares if c.numel() > 0 else 0
-    if is_computed and count == 1 and not given.get("ranks") and (norm is BATCH_NORM or groups == c.shape[1]):
-        raise InputError(f"{called}: expected more than 1 value per channel when training, got input {tuple(c.shape)}")
+    is_grouped = "num_groups" in given
+    if is_grouped:  # PyTorch asks for two in all groups of a number
+        count *= c.shape[0]
+    if is_computed and count == 1 and not given.get("ranks"):
+        what = "group" if is_grouped else "channel when training"
+        raise InputError(f"{called}: expected more than 1 value per {what}, got input {tuple(c.shape)}")
     eps = float(given["eps"])
     if is_computed:
         is_averaged = mean is not None and variance is not None

@@ -108,7 +108,10 @@ def running(mode: Mode, input: torch.Tensor, momentum: float, dtype: torch.dtype
     return replace(a, running_mean=mean, running_var=variance.abs() + 0.5, momentum=momentum)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)], ids=str)
+KINDS = ((torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.float16))
+
+
+@pytest.mark.parametrize("dtypes", KINDS, ids=str)
 @pytest.mark.parametrize("momentum", [0.1, 0.0, 1.0])
 @pytest.mark.parametrize(("mode", "layout"), [(BATCH, LAST), (BATCH, SHORT), (INSTANCE, NCHW)], ids=str)
 def test_running_statistics_of_training(

@@ -12,6 +12,7 @@ from warpnorm.problem import (
     COLUMN,
     FULL,
     NUMBER,
+    ROW,
     SCALAR,
     TILES,
     BackwardProblem,
@@ -354,7 +355,7 @@ class Writer:
         if norm.keeps_variance:
             self.add(f"variance_p[row] = ({self.type})variance_d;")
         for k, (name, dtype) in enumerate(zip(("mean_d", "variance_d"), self.problem.running, strict=False)):
-            operand = Operand(dtype, FULL, (), (), True)
+            operand = Operand(dtype, ROW, (), (), True)
             self.add(self.load(f"running{k}", operand, "row").replace(f"const {self.type} ", "const double "))
             value = f"(running{k} * r[1] + {name} * r[{2 + k}])"
             self.add(self.store(f"running{k}", operand, value, "row"))

@@ -137,6 +137,16 @@ class _Across(Writer):
             self.add("} else {" if limit == str(TILE) else "}")
         self.add("}", "}")
 
+    def summing(self, name: str, value: str, at: str = "k") -> list[str]:
+        """Where double precision is the computation's too: by Kahan, with what was rounded off before."""
+        if not self.is_double:
+            return [f"{name}[{at}] += {value};"]
+        return [
+            f"const double {name}_term = {value} - {name}_rest[{at}], {name}_total = {name}[{at}] + {name}_term;",
+            f"{name}_rest[{at}] = ({name}_total - {name}[{at}]) - {name}_term;",
+            f"{name}[{at}] = {name}_total;",
+        ]
+
     def open_rows(self) -> None:
         """Of each row: its lines; `line` of each."""
         self.add("const int64_t units = rows / pieces;")
@@ -184,16 +194,6 @@ class _Forward(_Across):
         self.sum_in_tiles(names, lines, sums, after)
         self.add("}")
         self.end()
-
-    def summing(self, name: str, value: str) -> list[str]:
-        """Where double precision is the computation's too: by Kahan, with what was rounded off before."""
-        if not self.is_double:
-            return [f"{name}[k] += {value};"]
-        return [
-            f"const double {name}_term = {value} - {name}_rest[k], {name}_total = {name}[k] + {name}_term;",
-            f"{name}_rest[k] = ({name}_total - {name}[k]) - {name}_term;",
-            f"{name}[k] = {name}_total;",
-        ]
 
     def merge(self) -> None:
         first = self.open("merge", (), ("all_mean", "all_squares", "line_mean", "line_rstd"))
@@ -292,6 +292,8 @@ class _Backward(_Across, OfGradients):
         along = [f"partial{k}" for k in problem.left_last]
         terms = ("line_products", "line_plain") if problem.has_tasks else ()
         self.open("last", written, (*along, *terms, *self.of_lines))
+        for name in along * self.is_double:
+            self.array(f"{name}_rest", "width")
         second = renamed(problem.prologue_vjp, "second_")
         lines, names = self.c_lines(False)
         lines += [self.xhat(), "(void)xhat;", *self.code(self.first)]
@@ -305,10 +307,12 @@ class _Backward(_Across, OfGradients):
         results = self.results(second)
         for name, operand in written:
             lines.append(self.store(name, operand, results[int(name.removeprefix("gradient"))]))
-        lines += [f"partial{k}[j] += (double){results[k]};" for k in problem.left_last]
+        for k in problem.left_last:
+            lines += self.summing(f"partial{k}", f"(double){results[k]}", "j")
         names = (*names, *self.first.used_inputs, *second.used_inputs)
         self.open_band(names, written)
         self.add(*(f"double *{name} = {name}_p + part * rows + first_line;" for name in along))
+        self.add(*(f"for (int64_t j = 0; j < width; j++) {name}_rest[j] = 0;" for name in along * self.is_double))
         self.walk(names, lines, written)
         self.add("}")
         self.end()

@@ -257,23 +257,25 @@ def test_launches_are_described_as_they_were_compiled(norm: Norm, monkeypatch: p
     ]  # fmt: skip
     forth = ForwardLaunch(forward, plan, forward_space, kernels[0], 1e-5)
     back = BackwardLaunch(backward, back_plan, backward_space, kernels[1], None, kernels[2], sum_plan)
-    assert forth.described(len(views), 1) is None
+    assert forth.described(range(len(views)), 1) is None
     for kernel in kernels:
         monkeypatch.setattr(kernel.compiled, "function", 1)
-    partials, launches = back.described(len(views))
+    (launch,), _ = forth.described(range(len(views)), 1)
+    partials, launches, _ = back.described(len(views))
     assert len(partials) == len(views) - 1
     few = BackwardLaunch(backward, back_plan, backward_space._replace(rows=64), kernels[1], None, kernels[2], sum_plan)
-    partials, (launch,) = few.described(len(views))
+    partials, (alone,), _ = few.described(len(views))
     assert partials == ()
-    assert len(launch[-1]) == len(launches[0][-1])
-    for kernel, launch in zip(kernels, (forth.described(len(views), 1), *launches), strict=True):
-        function, *grid, threads, shared, is_chained, params = launch
-        assert (function, threads, is_chained) == (1, 32 * kernel.compiled.metadata.num_warps, True)
+    assert len(alone[-1]) == len(launches[0][-1])
+    for kernel, described in zip(kernels, (launch, *launches), strict=True):
+        function, *grid, threads, shared, is_chained, is_cooperative, params = described
+        assert (function, threads) == (1, 32 * kernel.compiled.metadata.num_warps)
+        assert (is_chained, is_cooperative) == (True, False)
         assert min(grid) > 0
         assert shared == kernel.compiled.metadata.shared
         assert len(params) == len(re.findall(r"_param_\d+,?\n", kernel.compiled.asm["ptx"].split("{")[0]))
     count = len(views) + 1 + len(norm.statistics)  # in order: operands, the output, statistics
-    assert [slot for slot, _ in forth.described(len(views), 1)[-1] if slot >= 0] == list(range(count))
+    assert [slot for slot, _ in launch[-1] if slot >= 0] == list(range(count))
 
 
 def test_a_lone_column_is_rounded_alike_both_ways() -> None:

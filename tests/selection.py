@@ -52,16 +52,31 @@ def select(
     files: Sequence[str],
     one_in: int,
     keeps_lone: bool = False,
+    every_but: Sequence[str] | None = None,
 ) -> None:
-    """`keeps_lone`: tests of one case stay."""
+    """`keeps_lone`: tests of one case stay. `every_but`: of each test one case at least, but of these."""
     if os.environ.get("WARPNORM_TEST_ALL") == "1":
         return
     ours = [item for item in items if item.path.parent.name == folder and item.path.name in files]
     if keeps_lone:
         ours = [item for item in ours if "[" in item.name]
-    left_out = {item for item in ours if zlib.crc32(item.nodeid.encode()) % one_in}
+    left_out = {item for item in ours if _number(item) % one_in}
+    if every_but is not None:
+        kept = {_test(item) for item in ours if item not in left_out} | set(every_but)
+        first: dict[str, pytest.Item] = {}
+        for item in sorted(left_out, key=_number):
+            first.setdefault(_test(item), item)
+        left_out -= {item for test, item in first.items() if test not in kept}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
+
+
+def _number(item: pytest.Item) -> int:
+    return zlib.crc32(item.nodeid.encode())
+
+
+def _test(item: pytest.Item) -> str:
+    return item.name.partition("[")[0]
 
 
 def select_sanitized(config: pytest.Config, items: list[pytest.Item], folder: str) -> None:

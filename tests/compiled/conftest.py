@@ -6,4 +6,12 @@ from selection import select
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "compiled", ("test_compiled.py", "test_compiled_channel.py"), one_in=3, keeps_lone=True)
+    select(
+        config,
+        items,
+        "compiled",
+        ("test_compiled.py", "test_compiled_channel.py"),
+        one_in=3,
+        keeps_lone=True,
+        has_every=True,
+    )

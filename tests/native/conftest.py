@@ -1,6 +1,7 @@
 """The contracts of the kernels by native code: what they promise holds on a CPU too. Memory is poisoned with NaN.
 
-Nearly every case is compiled, so that a run has a sixteenth of the contracts' cases; WARPNORM_TEST_ALL=1 has all."""
+Nearly every case is compiled, so that a run has one of 32 of the contracts' cases, and of nearly each test one at
+least; WARPNORM_TEST_ALL=1 has all."""
 
 from collections.abc import Iterator
 
@@ -16,10 +17,14 @@ if not build.is_there() or settings.is_interpreting():
 
 
 CONTRACTS = ("test_contracts.py", "test_channels.py")
+LONG = (  # each of their cases compiles many kernels
+    "test_every_row_of_the_operator_table_is_reached", "test_random_functions",
+    "test_fused_several_normalized_dimensions",
+)  # fmt: skip
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "native", CONTRACTS, one_in=16)
+    select(config, items, "native", CONTRACTS, one_in=32, every_but=LONG)
 
 
 @pytest.fixture(autouse=True)

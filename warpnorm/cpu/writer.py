@@ -356,7 +356,9 @@ class Writer:
             self.add(f"variance_p[row] = ({self.type})variance_d;")
         for k, (name, dtype) in enumerate(zip(("mean_d", "variance_d"), self.problem.running, strict=False)):
             operand = Operand(dtype, ROW, (), (), True)
-            self.add(self.load(f"running{k}", operand, "row").replace(f"const {self.type} ", "const double "))
+            before = f"running{k}_p[row]"
+            before = f"load_{NARROW[dtype]}({before})" if dtype in NARROW else before
+            self.add(f"const double running{k} = (double){before};")
             value = f"(running{k} * r[1] + {name} * r[{2 + k}])"
             self.add(self.store(f"running{k}", operand, value, "row"))
 

@@ -346,3 +346,15 @@ def test_sums_of_float64_along_columns_that_lie_apart() -> None:
             (found,) = torch.autograd.grad(function(x, scale), scale, grad)
             errors[name] += float(abs(found.numpy()[:, 0] - truth).mean())
     assert errors["ours"] <= errors["theirs"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_mean_between_two_neighbours(steps: int) -> None:
+    """Which no float32 is, where channels lie side by side: what it is rounded off by would be half of the deviation."""
+    step = 2.0**-10  # of numbers near 10,000
+    x = torch.tensor([1e4, 1e4 + steps * step]).expand(2, 40, 2).mT.contiguous().mT
+    with settings.override(route="native"):
+        found = warpnorm.instance_norm(x, eps=1e-8)
+    variance = (steps * step / 2) ** 2
+    expected = torch.tensor([-1.0, 1.0]) * (variance / (variance + 1e-8)) ** 0.5
+    torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-6, atol=0.0)

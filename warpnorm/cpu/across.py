@@ -11,6 +11,7 @@ from warpnorm.problem import ALONG, BY_ROW, COLUMN, TILES, BackwardProblem, Forw
 BLOCK_COLS = 64
 TILE = 32
 STAGE = 1024  # lines whose numbers are converted at a time
+OF_LINES = ("line_mean", "line_rstd", "line_rest")  # of forward: and what the mean is rounded off by
 
 
 def forward(problem: ForwardProblem) -> str:
@@ -163,10 +164,11 @@ class _Across(Writer):
         self.add("first = first < 0 ? 0 : first;", "last = last > cols ? cols : last;", "if (first >= last) continue;")
         self.add("const double count = (double)(last - first);", "const int64_t at = of * rows + line;", "(void)count;")
 
-    def xhat(self) -> str:
+    def xhat(self, rest: str = "") -> str:
+        """`rest`: and minus what its mean is rounded off by."""
         if not self.problem.norm.is_computed:
             return f"const {self.type} xhat = c;"
-        return f"const {self.type} xhat = (c - line_mean_p[drawn]) * line_rstd_p[drawn];"
+        return f"const {self.type} xhat = (c - line_mean_p[drawn]{rest}) * line_rstd_p[drawn];"
 
 
 class _Forward(_Across):
@@ -196,7 +198,7 @@ class _Forward(_Across):
         self.end()
 
     def merge(self) -> None:
-        first = self.open("merge", (), ("all_mean", "all_squares", "line_mean", "line_rstd"))
+        first = self.open("merge", (), ("all_mean", "all_squares", *OF_LINES))
         self.declare_statistics(first)
         self.open_rows()
         self.add(
@@ -212,15 +214,16 @@ class _Forward(_Across):
         self.add(f"const {self.wide} variance_w = m2 / all;")
         self.finish_statistics()
         self.open_lines()
-        self.add("line_mean_p[line] = mean;", "line_rstd_p[line] = rstd;", "}", "}")
+        self.add("line_mean_p[line] = mean;", "line_rstd_p[line] = rstd;")
+        self.add(f"line_rest_p[line] = ({self.type})(mean_w - ({self.wide})mean);", "}", "}")
         self.end()
 
     def results(self) -> None:
         outputs = [(f"output{k}", operand) for k, operand in enumerate(self.problem.outputs)]
-        self.open("last", outputs, ("line_mean", "line_rstd") if self.problem.norm.is_computed else ())
+        self.open("last", outputs, OF_LINES if self.problem.norm.is_computed else ())
         graph = renamed(self.problem.epilogue, "last_")
         lines, names = self.c_lines(False)
-        lines += [self.xhat(), "(void)xhat;", *self.code(graph)]
+        lines += [self.xhat(" - line_rest_p[drawn]"), "(void)xhat;", *self.code(graph)]
         lines += [
             self.store(name, operand, self.value(value))
             for (name, operand), value in zip(outputs, graph.outputs, strict=True)

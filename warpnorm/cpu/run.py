@@ -229,7 +229,7 @@ class AcrossForward(_Launch):
         if self.problem.norm.is_computed:
             sums = self.wide_zeros(2, parts)
             self.run(self.first, operands, sums, parts)
-            of_lines = torch.empty(2, space.rows, dtype=compute, device="cpu").unbind()
+            of_lines = torch.empty(3, space.rows, dtype=compute, device="cpu").unbind()
             statistics = _statistics(self)
             averaged = () if running is None else (running.mean, running.variance)
             factors = NO_FACTORS if running is None else running.factors

@@ -13,5 +13,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         ("test_compiled.py", "test_compiled_channel.py"),
         one_in=3,
         keeps_lone=True,
-        has_every=True,
+        every_but=(),
     )

@@ -282,3 +282,18 @@ def test_a_lone_column_is_rounded_alike_both_ways() -> None:
     """Backward computes c anew: were only forward to fuse products with sums, c would not be its own mean."""
     for _, _, kernel in compile_both(LAYER_NORM, 1, torch.float32, KNOWN["sm_90"]):
         assert kernel.metadata.enable_fp_fusion is False  # type: ignore[attr-defined]
+
+
+def test_rows_of_512_columns_behind_a_prologue() -> None:
+    """Two of them at a time would spill, as would two rows of float64."""
+
+    def gated(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(F.silu(x) * r, x.shape[-1:], w)
+
+    for dtype in (torch.float32, torch.float64):
+        x, r = (torch.empty(64, 512, dtype=dtype, device="meta").requires_grad_() for _ in range(2))
+        w = torch.empty(512, dtype=dtype, device="meta").requires_grad_()
+        found = warpnorm.explain(gated, x, r, w, target="sm_90").backward
+        assert found is not None
+        kernel = bind.backward(found.problem, found.plan, KNOWN["sm_90"], 0).compiled
+        assert local_memory(kernel.asm["cubin"]) == 0, dtype

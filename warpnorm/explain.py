@@ -252,7 +252,7 @@ def _forward(
     listings: dict[str, Any] = {}
     name = f"{plan.pattern}_forward_kernel"
     launches: tuple[tuple[str, tuple[int, ...]], ...] = ((name, grid.forward(plan, space)),)
-    last = choose.last_tasks(problem, plan, space, device)
+    last = choose.last_tasks(problem, plan, space)
     if plan.pattern == COLUMN:
         launches = tuple(_tasks(name, grid.column(plan, last, space, problem.has_tasks), last))
     if asm:
@@ -279,7 +279,7 @@ def _backward(
     has_sums = plan.pattern in (LONG_ROW, COLUMN) and problem.needs_grad_xhat and problem.norm.is_computed
     times = 2 if has_sums else 1
     statistics = len(problem.norm.saved) * space.statistics * problem.compute.itemsize * (1 + 2 * has_sums)
-    last = choose.last_tasks(problem, plan, space, device)
+    last = choose.last_tasks(problem, plan, space)
     left = grid.left(plan, problem) if plan.pattern in (COLUMN, HELD) else problem.reduced
     sums = [grid.gradient_sum(plan, space, problem, i) for i in left]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize

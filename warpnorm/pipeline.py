@@ -423,7 +423,7 @@ def prepare_forward(
     if plan.pattern == COLUMN:
         from warpnorm.launch.column import ColumnForwardLaunch
 
-        last = choose.last_tasks(problem, plan, space, target)
+        last = choose.last_tasks(problem, plan, space)
         last_kernel = bind.forward(problem, last, target, device.index) if last else None
         return ColumnForwardLaunch(problem, plan, space, kernel, call.eps, last, last_kernel)
     return ForwardLaunch(problem, plan, space, kernel, call.eps)
@@ -466,7 +466,7 @@ def prepare_backward(
                 column_sums.append((bind.gradient_sums(problem, which, plan_of, target, device.index), plan_of, which))
         if plan.pattern == HELD:
             return HeldBackwardLaunch(problem, plan, space, kernel, tuple(column_sums))
-        last = choose.last_tasks(problem, plan, space, target)
+        last = choose.last_tasks(problem, plan, space)
         last_kernel = bind.backward(problem, last, target, device.index) if last else None
         return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)
     sums = bind.backward_sums(problem, plan, target, device.index)

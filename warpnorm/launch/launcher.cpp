@@ -739,9 +739,9 @@ bool read_shared(PyObject* given, Shared& shared) {
 }
 
 /* ((kind, eps, shape, *operands), tensors like the outputs, whether a tuple of them is returned, scratch, how many
-   statistics there are and are kept, of how many rows, whether they are doubles, launches, what these share, operands that they write,
-   what is kept for backward, bits of the operands that it is for, whether gradients lie as these do, repeat, who owns what
-   the launches point to, whether it is of a norm alone): whether the call is found from now on. */
+   statistics there are and are kept, of how many rows, whether they are doubles, launches, what these share, operands that
+   they write, what is kept for backward, bits of the operands that it is for, whether gradients lie as these do, repeat, who
+   owns what the launches point to, whether it is of a norm alone): whether the call is found from now on. */
 PyObject* remember(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *given, *outputs, *scratch, *launches, *shared, *written, *saved, *repeat, *owner;

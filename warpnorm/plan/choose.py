@@ -310,14 +310,14 @@ def column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     return replace(plan, tasks=FIRST) if is_apart else plan
 
 
-def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Space, device: Device) -> Plan | None:
+def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Space) -> Plan | None:
     """Of those that have a kernel of their own; each of few programs may merge what it needs, if that is little."""
     if not plan.is_apart:
         return None
-    is_joint = plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
     # Of tall tiles there is much to merge at once: with 256 lines 280 bytes of a thread spill; 2048 took two minutes to
     # compile
-    is_joint = is_joint and plan.block_rows <= TALLEST_MERGE
+    is_little = plan.block_rows <= TALLEST_MERGE
+    is_joint = is_little and plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
     plan = replace(plan, tasks=JOINT if is_joint else LAST)
     if plan.chunks or is_joint or (isinstance(problem, BackwardProblem) and problem.left_last):
         return plan

@@ -163,10 +163,10 @@ def _channel_norm(
             raise InputError(
                 f"{called}: {what} has shape {tuple(given[what].shape)}, but input has {c.shape[1]} channels"
             )
-    c = _autocast("group_norm" if "num_groups" in given else "batch_norm", c)
+    is_grouped = "num_groups" in given
+    c = _autocast("group_norm" if is_grouped else "batch_norm", c)
     shares = c.shape[1] if norm is BATCH_NORM else c.shape[0] * max(groups, 1)
     count = c.numel() // shares if c.numel() > 0 else 0
-    is_grouped = "num_groups" in given
     if is_grouped:  # PyTorch asks for two in all groups of a number
         count *= c.shape[0]
     if is_computed and count == 1 and not given.get("ranks"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import warpnorm
 from compiled.test_compiled import NVIDIA, local_memory
@@ -263,3 +264,27 @@ def test_what_triton_refuses_is_written_in_another_way(
     monkeypatch.setattr(of_kernels, "_compile", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         pipeline.prepare_forward.__wrapped__(call, views, torch.device("cuda", 0), None)
+
+
+def squared_sines(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    h = x + torch.sin(x) * torch.sin(x)
+    y = F.rms_norm(h, h.shape[-1:])
+    return y * torch.sin(y), y, h * y
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+def test_what_triton_refuses_twice_is_written_in_a_third_way(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strided rows with results that are not: what is loaded and what is stored lie in different registers, and it gets its
+    own code out of order where nothing is widened. Found by `warpnorm fuzz --device cuda --seed 240021`."""
+    sources: list[str] = []
+
+    def load(source: str, original: Any = cache.load) -> Any:
+        sources.append(source)
+        return original(source)
+
+    monkeypatch.setattr(cache, "load", load)
+    x = torch.empty(24576, device="meta")[::2]
+    (listing,) = warpnorm.explain(squared_sines, x, target=target, asm=True).forward.listings.values()
+    assert listing.store_bytes == (4,)
+    assert [line.count("ours.unordered(") for line in sources[-1].splitlines() if "tl.load(" in line] == [2]
+    assert [line.count("ours.unordered(") for line in sources[-1].splitlines() if "tl.store(" in line] == [2] * 3

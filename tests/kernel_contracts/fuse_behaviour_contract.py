@@ -383,3 +383,18 @@ def test_fused_lone_column_is_its_own_mean(device: str) -> None:
     (gradient,) = torch.autograd.grad(outputs, x, [drawn((4096, 1), k, torch.float32, device) for k in (1, 2)])
     assert all(output.eq(0).all() for output in outputs)
     assert gradient.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_fused_strided_rows_with_several_results(dtype: torch.dtype, device: str) -> None:
+    """Which Triton refuses as they are first written: see `bind.py`."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x + torch.sin(x) * torch.sin(x)
+        y = rms(h)
+        return y * torch.sin(y), y, h * y
+
+    def make(seed: int) -> list[torch.Tensor]:
+        return [drawn((2, 24576), seed, dtype, device)[:, ::2]]
+
+    check_fused(warpnorm.fuse(function), function, make)

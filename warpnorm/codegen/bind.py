@@ -80,13 +80,14 @@ def _once(build: Callable[..., Any]) -> Callable[..., Any]:
 Load = Callable[[str], ModuleType]
 
 
-def _or_widened_apart(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Where values are widened, Triton moves conversions of layouts to before that, and may get its own code out of order,
+def _or_otherwise(build: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton moves conversions of layouts to before values are widened or broadcast, and may get its own code out of order,
     which it then refuses (triton-lang/triton issues 6733 and 8257). What it does not know to be widening it leaves where it
-    is. Every process compiles such a kernel twice, and sees what Triton says of the first time; how fast the second is has
-    not been measured. Where a held row is computed twice, it is widened so at once: LLVM widens all of a bfloat16 row before
-    it begins, and backward of BatchNorm of 32 x 64 x 112 x 112 would have 656 bytes of every thread in memory, 23 % of copy
-    speed. `explain` shows the first source."""
+    is; and where it does not know which addresses follow each other, as where x is strided and its results are not, there is
+    nothing to convert. Every process compiles such a kernel twice or three times, and sees what Triton says of each refusal;
+    how fast the last is has not been measured. Where a held row is computed twice, it is widened so at once: LLVM widens all
+    of a bfloat16 row before it begins, and backward of BatchNorm of 32 x 64 x 112 x 112 would have 656 bytes of every thread
+    in memory, 23 % of copy speed. `explain` shows the first source."""
 
     @wraps(build)
     def attempt(problem: Problem, plan: Plan, device: Device, index: int) -> Any:
@@ -96,15 +97,21 @@ def _or_widened_apart(build: Callable[..., Any]) -> Callable[..., Any]:
         def load_apart(source: str) -> ModuleType:
             return load(pointwise.widened_apart(source, problem))
 
+        def load_unordered(source: str) -> ModuleType:
+            return load_apart(pointwise.unordered(source))
+
         has_float8 = device.backend == "cuda" and int(device.arch) >= FLOAT8_ARCH
+        ways = [load, load_apart, load_unordered] if device.backend == "cuda" else [load]
         if plan.pattern == HELD and plan.recomputes and device.backend == "cuda":
-            return build(problem, plan, device, load_apart)
-        try:
-            return build(problem, plan, device, load)
-        except RuntimeError as error:
-            if "PassManager" not in str(error) or device.backend != "cuda":
-                raise
-            return build(problem, plan, device, load_apart)
+            ways.remove(load)
+        *first, last = ways
+        for way in first:
+            try:
+                return build(problem, plan, device, way)
+            except RuntimeError as error:
+                if "PassManager" not in str(error):
+                    raise
+        return build(problem, plan, device, last)
 
     return attempt
 
@@ -122,7 +129,7 @@ def _can_chain(device: Device) -> bool:
 
 
 @_once
-@_or_widened_apart
+@_or_otherwise
 def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> BoundKernel:
     functions = load(pointwise.forward_source(problem))
     arguments = {
@@ -175,7 +182,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
 
 
 @_once
-@_or_widened_apart
+@_or_otherwise
 def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -> BoundKernel:
     constants = _functions(
         load(pointwise.backward_source(problem)), "load_columns", "load_rows", "row_numbers", "prologue",
@@ -250,7 +257,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
 
 
 @_once
-@_or_widened_apart
+@_or_otherwise
 def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -> BoundKernel | None:
     """The first launch of a `long_row` backward, where the prologue needs a gradient."""
     if plan.pattern != LONG_ROW or not problem.has_tasks:

@@ -2,6 +2,7 @@
 gradients, stores. Straight-line code, one line for each node of the graph. `kernels/__init__.py` says what each is
 called with."""
 
+import re
 from collections.abc import Sequence
 
 from warpnorm.codegen import along, expressions
@@ -71,6 +72,15 @@ def widened_apart(source: str, problem: Problem) -> str:
         if operand.axes in TILES and operand.dtype.is_floating_point and operand.dtype.itemsize == 2:
             source = source.replace(f"values[{k}].to(tl.float32)", f"ours.widened(values[{k}])")
     return source
+
+
+def unordered(source: str) -> str:
+    """The same, but the compiler does not see which addresses follow each other: every tile is read and written an element
+    at a time, in one layout."""
+    lines = source.splitlines(keepends=True)
+    is_access = [("tl.load(" in line or "tl.store(" in line) for line in lines]
+    hidden = [re.sub(r"\b(row|col)_offsets\b", r"ours.unordered(\g<0>)", line) for line in lines]
+    return "".join(new if access else old for access, new, old in zip(is_access, hidden, lines, strict=True))
 
 
 def at_once(source: str) -> str:

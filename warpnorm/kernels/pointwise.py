@@ -39,6 +39,15 @@ def widened(x):
 
 
 @triton.jit
+def unordered(x):
+    """Offsets, of which the compiler does not know that they follow each other: see `bind.py`. On NVIDIA's GPUs alone."""
+    if x.dtype == tl.int64:
+        return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=1)
+
+
+@triton.jit
 def divide(x, y):
     # `/` is off by two units in the last place in float32
     if x.dtype == tl.float32:

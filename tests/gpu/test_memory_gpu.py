@@ -49,13 +49,15 @@ def add_batch_norm_relu(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: to
 @pytest.mark.parametrize("launcher", ["compiled", "python"])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["nchw", "nhwc"])
 def test_both_directions_need_no_more_than_eager(layout: torch.memory_format, launcher: str, device: str) -> None:
-    """What the programs leave for each other is a stream's to lend."""
+    """What the programs leave for each other is a stream's to lend. Autograd's thread may let go of the step before only
+    after this one has begun, which makes of either number a larger one: the least of each is what a step needs."""
     x, r, grad = (torch.randn(32, 256, 56, 56, device=device).half().to(memory_format=layout) for _ in range(3))
     w, b = (torch.randn(256, device=device) for _ in range(2))
     peaks = []
     with settings.override(launcher=launcher):
         for function in (warpnorm.fuse(add_batch_norm_relu), add_batch_norm_relu):
-            for _ in range(4):
+            found = []
+            for _ in range(6):
                 leaves = [t.detach().requires_grad_() for t in (x, r, w, b)]
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
@@ -63,9 +65,10 @@ def test_both_directions_need_no_more_than_eager(layout: torch.memory_format, la
                 y = function(*leaves)
                 gradients = torch.autograd.grad(y, leaves, grad)
                 torch.cuda.synchronize()
-                peak = torch.cuda.max_memory_allocated() - before
+                found.append((before, torch.cuda.max_memory_allocated()))
                 del y, gradients
-            peaks.append(peak)
+            befores, highest = zip(*found[2:], strict=True)
+            peaks.append(min(highest) - min(befores))
     assert peaks[0] <= peaks[1]
 
 

@@ -136,6 +136,23 @@ def test_few_small_images(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(8, 64, 16, 16), (64, 64, 8, 8), (32, 64, 16, 8)], ids=str)
+@pytest.mark.parametrize("function", [F.relu, F.silu], ids=lambda f: f.__name__)
+def test_rows_that_one_program_holds(function: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Tiles were laid out as the sums of a row, each element computed by eight threads: up to 4,448 bytes of a thread lay in
+    memory."""
+
+    def normalized(x: torch.Tensor) -> torch.Tensor:
+        return function(F.batch_norm(x, None, None, training=True))
+
+    x = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+    found = warpnorm.explain(normalized, x, target="sm_90", asm=True)
+    assert found.backward is not None
+    for direction in (found.forward, found.backward):
+        assert [listing.spilled_bytes for listing in direction.listings.values()] == [0] * len(direction.listings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_amd_by_channel(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for direction, name, kernel in compile_all(case, dtype, "gfx942", monkeypatch):

@@ -174,7 +174,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
     if plan.pattern == TEAM:
         constants |= _functions(functions, "hold")
         constants |= {"BLOCK_COLS": plan.block_cols, "CHUNKS": plan.chunks}
-        constants |= {"SPLITS": plan.splits, "STAGES": plan.stages}
+        constants |= {"SPLITS": plan.splits, "STAGES": plan.stages, "IS_ALONE": not problem.has_vectors}
         constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_CORRECTED": problem.has_long_mantissas}
         return BoundKernel(team_forward_kernel, _with_mailbox(arguments), constants, plan, device)
     constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
@@ -237,6 +237,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         return BoundKernel(held_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
+        constants["IS_ALONE"] = not problem.has_vectors
         return BoundKernel(team_backward_kernel, _with_mailbox(arguments | geometry), constants, plan, device)
     if plan.pattern == ROW:
         constants |= _functions(load(pointwise.backward_source(problem)), "hold")

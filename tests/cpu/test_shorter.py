@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
+from accuracy import assert_no_further
 from warpnorm import pipeline
 from warpnorm.codegen import pointwise
 from warpnorm.codegen.shorter import shortened
 from warpnorm.fuse import NOTHING, arrange
 from warpnorm.problem import View
+from warpnorm.trace import operators
 
 ROOT = math.sqrt(0.5)
 FOUND = {
@@ -72,3 +74,17 @@ def test_the_gradient_of_gelu_is_found() -> None:
     source = pointwise.backward_source(backward)
     assert "ours.quick_gelu_slope(" in source
     assert "erf" not in source
+
+
+def test_mish_by_one_exponential() -> None:
+    """No further from the truth than PyTorch, which takes a logarithm and a tanh, and not finite where it is not."""
+    ends = [20.0, 20.000002, 44.0, 45.0, 88.0, 89.0, -88.0, -104.0, math.inf, -math.inf, math.nan]
+    x = torch.cat([torch.linspace(-60, 60, 100_001), torch.tensor(ends)])
+    mish, backward = torch.ops.aten.mish.default, torch.ops.aten.mish_backward.default
+    for target, arguments in ((mish, (x,)), (backward, (torch.ones_like(x), x))):
+        ours, torchs = operators.decompositions()[target](*arguments), target(*arguments)
+        assert ours.isnan().equal(torchs.isnan())
+        assert ours.isinf().equal(torchs.isinf())
+        there = ours.isfinite()
+        truth = target(*(a.double() for a in arguments))
+        assert_no_further(str(target), ours[there], truth[there], torchs[there])

@@ -158,7 +158,7 @@ SPELLINGS = {"true_divide": "div", "square": "pow", "special_erf": "erf", "absol
 DECOMPOSITIONS = "torch._decomp.decompositions"
 # Of those that lie elsewhere, the formulas that need nothing around them
 PLAIN = frozenset({
-    "addcdiv", "addcmul", "celu", "elu", "frac", "gelu", "leaky_relu", "mish", "rsub", "softplus", "softshrink", "threshold",
+    "addcdiv", "addcmul", "celu", "elu", "frac", "gelu", "leaky_relu", "rsub", "softplus", "softshrink", "threshold",
 })  # fmt: skip
 
 
@@ -169,8 +169,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         "addcdiv", "addcmul", "celu", "clamp", "clamp_max", "clamp_min", "copysign", "elu", "elu_backward", "floor_divide",
         "frac", "gelu", "gelu_backward", "hardshrink", "hardsigmoid", "hardsigmoid_backward", "hardswish",
         "hardswish_backward", "hardtanh", "hardtanh_backward", "heaviside", "leaky_relu", "leaky_relu_backward", "lerp",
-        "log_sigmoid_backward", "log_sigmoid_forward", "logit", "logit_backward", "masked_fill", "mish", "mish_backward",
-        "nan_to_num", "native_dropout_backward", "prelu", "rsub", "sgn", "sigmoid_backward", "silu", "silu_backward",
+        "log_sigmoid_backward", "log_sigmoid_forward", "logit", "logit_backward", "masked_fill", "nan_to_num",
+        "native_dropout_backward", "prelu", "rsub", "sgn", "sigmoid_backward", "silu", "silu_backward",
         "softplus", "softplus_backward", "softshrink", "square", "tanh_backward", "threshold", "threshold_backward", "xlogy",
     ]  # fmt: skip
     table: dict[Any, Callable[..., Any]] = dict(core_aten_decompositions())
@@ -189,6 +189,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.round.decimals: lambda x, *, decimals: torch.round(x * 10.0**decimals) / 10.0**decimals,
         aten.div.Tensor_mode: _divide,
         aten.hardshrink_backward.default: lambda grad, x, lambd: torch.where(x.abs() <= lambd, 0.0, grad),
+        aten.mish.default: lambda x: x * _mish_gate(x)[0],
+        aten.mish_backward.default: _mish_backward,
         aten.softshrink_backward.default: lambda grad, x, lambd: torch.where(x.abs() <= lambd, 0.0, grad),
     }
 
@@ -230,6 +232,21 @@ def _clamp(x: torch.Tensor, low: Any = None, high: Any = None) -> torch.Tensor:
     if high is not None:
         x = torch.minimum(x, high.to(dtype) if isinstance(high, torch.Tensor) else torch.full_like(x, high))
     return x
+
+
+def _mish_gate(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """tanh(softplus(x)), and half of what it lacks to one: with e = exp(x) and n = e * (e + 2) they are n / (n + 2) and
+    1 / (n + 2), a third of the instructions of a logarithm and a tanh."""
+    power = torch.exp(x)
+    n = power * (power + 2.0)
+    rest = 1.0 / (n + 2.0)
+    return torch.where(x > 20.0, 1.0, n * rest), rest
+
+
+def _mish_backward(grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """1 - tanh^2 is 4 * rest * (1 - rest)."""
+    gate, rest = _mish_gate(x)
+    return grad * (gate + x * torch.sigmoid(x) * (4.0 * rest * (1.0 - rest)))
 
 
 def _power(x: torch.Tensor, exponent: float) -> Any:

@@ -58,10 +58,9 @@ def test_the_device_has_no_more_memory(direction: str, launcher: str, device: st
 
 
 FIRST = """
-import sys
+import os, sys
 import torch, torch.nn.functional as F
 import warpnorm
-torch._C._set_print_stack_traces_on_fatal_signal(True)  # a process that aborts says where its threads are
 
 def function(x, w):
     return F.layer_norm(F.silu(x), (760,), w)
@@ -74,11 +73,15 @@ ours, theirs = warpnorm.fuse(function)(x, w), function(x, w)
 torch.testing.assert_close(ours, theirs)
 for a, b in zip(*(torch.autograd.grad(y.sum(), (x, w)) for y in (ours, theirs))):
     torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3)
+print("done", flush=True)
+os._exit(0)
 """
 
 
 def test_four_processes_make_the_first_call(tmp_path: Path) -> None:
-    """With nothing in the cache folders, neither ours nor Triton's: at the same moment."""
+    """With nothing in the cache folders, neither ours nor Triton's: at the same moment. They do not wait for the end of the
+    interpreter, in which autograd's thread may still have tensors to let go of, and abort: on a busy machine 2 of 32
+    processes did with PyTorch alone, and 5 of 24 with a function of their own."""
     folders = {name: str(tmp_path / name) for name in ("WARPNORM_CACHE_DIR", "TRITON_CACHE_DIR")}
     children = [
         subprocess.Popen(
@@ -97,11 +100,14 @@ def test_four_processes_make_the_first_call(tmp_path: Path) -> None:
             child.stdin.close()
             child.stdin = None
         for child in children:
-            said.append((child.communicate(timeout=300)[1][-4000:], child.returncode))
+            out, err = child.communicate(timeout=300)
+            said.append((child.returncode, out, err))
     finally:
         for child in children:
             child.kill()
-    assert [status for _, status in said] == [0] * 4, said
+    wrong = [f"status {status}, said {out!r}\n{err}" for status, out, err in said if status or out != "done\n"]
+    if wrong:
+        pytest.fail("\n".join(wrong), pytrace=False)
 
 
 def test_a_fork_after_a_call(device: str) -> None:

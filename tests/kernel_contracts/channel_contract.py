@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import warpnorm
+from accuracy import assert_no_further
 from cpu.channel_truth import Arguments, groups_of, ours
 from kernel_contracts.channel_running import (
     BATCH,
@@ -246,6 +247,21 @@ def test_statistics_by_channel(layout: Layout, device: str) -> None:
         assert output.dtype == input.dtype
         torch.testing.assert_close(mean.double(), rows.mean(-1), atol=1e-6, rtol=1e-6)
         torch.testing.assert_close(rstd.double(), (rows.var(-1, correction=0) + 1e-5).rsqrt(), atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+def test_running_means_far_below_the_deviation(dtype: torch.dtype, device: str) -> None:
+    """Of which nothing may be off by more one way than the other."""
+    found: list[tuple[torch.Tensor, ...]] = []
+    for seed in range(8):
+        drawn = torch.randn(2, 8, 3136, generator=torch.Generator().manual_seed(seed), dtype=F64)
+        x = (drawn * 6e3).to(dtype).to(device)
+        means = [torch.zeros(8, device=device) for _ in range(2)]
+        for norm, mean in zip((warpnorm.batch_norm, torch.nn.functional.batch_norm), means, strict=True):
+            norm(x, mean, torch.ones(8, device=device), training=True, momentum=1.0)
+        found.append((*means, x.double().mean((0, 2))))
+    mine, theirs, truth = (torch.cat(part) for part in zip(*found, strict=True))
+    assert_no_further("running mean", mine, truth, theirs)
 
 
 @pytest.mark.parametrize("norm", ["batch_norm", "group_norm", "instance_norm"])

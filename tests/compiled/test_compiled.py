@@ -299,8 +299,8 @@ def test_rows_of_512_columns_behind_a_prologue() -> None:
         assert local_memory(kernel.asm["cubin"]) == 0, dtype
 
 
-def test_a_walk_is_written_once_where_elements_are_moved_together() -> None:
-    """Not with masks and without: backward of a gate took 8 seconds to compile then."""
+def test_a_long_walk_is_written_once() -> None:
+    """Not with masks and without, where much is computed: backward of a gate took 8 seconds to compile then."""
 
     def gated(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(F.silu(x) * r, x.shape[-1:])

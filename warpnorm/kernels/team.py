@@ -160,11 +160,11 @@ def walk_forward(
 
 
 @triton.jit
-def is_full(cols, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_ALONE: tl.constexpr):
+def is_full(cols, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, HAS_COPY: tl.constexpr):
     """Whether all columns of this program's part are there: then it needs no masks, which are a third of the instructions
-    where elements are moved alone. Of a row that does not fill its team that is so of most parts. Where they are moved as
-    vectors nobody asks: a second copy of the walk would take as long again to compile."""
-    return IS_EXACT or (IS_ALONE and (tl.program_id(1) + 1) * (BLOCK_COLS * CHUNKS) <= cols)
+    where elements are moved alone. Of a row that does not fill its team that is so of most parts. HAS_COPY: whether anybody
+    asks, so that there is a second copy of the walk."""
+    return IS_EXACT or (HAS_COPY and (tl.program_id(1) + 1) * (BLOCK_COLS * CHUNKS) <= cols)
 
 
 @triton.jit
@@ -172,11 +172,11 @@ def team_forward_kernel(
     operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
     STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, RECOMPUTES: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_ALONE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, HAS_COPY: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     IS_AT_ONCE: tl.constexpr = IS_EXACT and not IS_CORRECTED
-    if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT, IS_ALONE):
+    if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT, HAS_COPY):
         walk_forward(
             operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps, LOAD_COLUMNS, LOAD_ROWS, HOLD,
             PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, True, SPLITS,
@@ -328,10 +328,10 @@ def team_backward_kernel(
     EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
     ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, HAS_GROUPS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_ALONE: tl.constexpr, SPLITS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, HAS_COPY: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
-    if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT, IS_ALONE):
+    if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT, HAS_COPY):
         walk_backward(
             operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
             LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS,

@@ -1,13 +1,18 @@
 """What a problem needs of a device: the registers of a value, the bytes that are loaded, the loads in flight."""
 
 from warpnorm.plan.device import Device
-from warpnorm.problem import TILES, BackwardProblem, Operand, Problem, is_varying, operand_name
+from warpnorm.problem import TILES, BackwardProblem, ForwardProblem, Operand, Problem, is_varying, operand_name
 
 # Bytes of loads in flight on one multiprocessor that hide the latency of memory while a program reduces. LayerNorm
 # backward, 8192 columns: 60 % with 32 KB in flight, 94 with 64, 90 with 96.
 IN_FLIGHT_BYTES = 48 * 1024
 # Shared memory left for what a reduction needs.
 SPARE_SHARED_BYTES = 4 * 1024
+# What an element takes an instruction or two for.
+QUICK = frozenset({
+    "add", "sub", "mul", "neg", "abs", "relu", "maximum", "minimum", "where", "convert",
+    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not",
+})  # fmt: skip
 
 
 def kept(problem: BackwardProblem) -> tuple[Operand, ...]:
@@ -18,6 +23,12 @@ def kept(problem: BackwardProblem) -> tuple[Operand, ...]:
         for i, o in enumerate(problem.operands)
         if operand_name(i) in prologue or (operand_name(i) in epilogue and o.axes in TILES)
     )
+
+
+def is_quick(problem: ForwardProblem | BackwardProblem) -> bool:
+    """Whether what is computed of an element before and after the norm is next to nothing."""
+    graphs = [problem.prologue, problem.epilogue_vjp if isinstance(problem, BackwardProblem) else problem.epilogue]
+    return all(node.operator in QUICK for graph in graphs for node in graph.nodes)
 
 
 def stages(device: Device, per_unit: int, stage_bytes: int, in_flight: int = IN_FLIGHT_BYTES) -> int:

@@ -13,11 +13,6 @@ from warpnorm.space import Space
 
 MOST_PROGRAMS = (1, 16, 64, 256)  # of a team; each needs another kernel
 LARGEST_BLOCK, SMALLEST_BLOCK = 1024, 64
-# What an element takes an instruction or two for. GroupNorm + SiLU forward: 54 [71], as few warps have much to compute
-QUICK = frozenset({
-    "add", "sub", "mul", "neg", "abs", "relu", "maximum", "minimum", "where", "convert",
-    "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not",
-})  # fmt: skip
 # Rounds of teams that are so few that it pays to have more programs and no pipeline, if the last is nearly full
 FEW_ROUNDS, NEARLY = 2, 0.9
 
@@ -58,8 +53,7 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
 
 def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Share, ...]:
     is_half = needs.itemsize(problem) <= 2
-    graphs = [problem.prologue, problem.epilogue_vjp if isinstance(problem, BackwardProblem) else problem.epilogue]
-    is_quick = all(node.operator in QUICK for graph in graphs for node in graph.nodes)
+    is_quick = needs.is_quick(problem)
     if tensors > 2:
         return ()  # residual + BatchNorm + ReLU backward, fp16: 65 [71]
     if isinstance(problem, BackwardProblem):
@@ -75,7 +69,7 @@ def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Sh
         short = Share(2, 200, {128: 8, 160: 7, 260: 6}, 8, 3, kept=260), Share(4, 200, {128: 4, 260: 3}, 4, 3, kept=260)
         return *short, Share(4, 200, {400: 4}, 0, 1)
     if not is_quick:
-        return ()
+        return ()  # GroupNorm + SiLU forward: 54 [71], as few warps have much to compute
     if is_half and tensors == 1:
         # BatchNorm fp16 74 [66], without a pipeline 68, and 69 with 8; GroupNorm bf16 77 [75]. Of 8 images 66 [45], and 52
         # with 6 and a pipeline. 32 x 64 x 112 x 112: 71 [57], and 67 with 3; of 256 images, in two teams, 67 [64]

@@ -27,7 +27,7 @@ from warpnorm.launch.autograd import Normalization
 from warpnorm.norms import BATCH_NORM, GROUP_NORM, Norm
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
-from warpnorm.plan.plan import COLUMN, HELD, KEPT, Plan
+from warpnorm.plan.plan import COLUMN, HELD, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
 from warpnorm.space import Space, describe_backward, describe_forward, fresh, shape_of
 from warpnorm.trace import at_hand, capture, differentiate
@@ -420,7 +420,7 @@ def prepare_forward(
         from warpnorm.launch.held import HeldForwardLaunch
 
         return HeldForwardLaunch(problem, plan, space, kernel, call.eps)
-    if plan.pattern in (COLUMN, KEPT):
+    if plan.pattern == COLUMN:
         from warpnorm.launch.column import ColumnForwardLaunch
 
         last = choose.last_tasks(problem, plan, space)
@@ -453,7 +453,7 @@ def prepare_backward(
     target = devices.of(device)
     plan = plan or choose.backward(problem, target, space)
     kernel = bind.backward(problem, plan, target, device.index)
-    if plan.pattern in (COLUMN, HELD, KEPT):
+    if plan.pattern in (COLUMN, HELD):
         from warpnorm.launch.column import ColumnBackwardLaunch
         from warpnorm.launch.held import HeldBackwardLaunch
 

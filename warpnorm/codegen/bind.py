@@ -14,7 +14,6 @@ from warpnorm.codegen.kernel import Argument, BoundKernel
 from warpnorm.kernels.column import column_backward_kernel, column_forward_kernel
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.held import held_backward_kernel, held_forward_kernel
-from warpnorm.kernels.kept import kept_backward_kernel, kept_forward_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
 from warpnorm.kernels.team import team_backward_kernel, team_forward_kernel
@@ -22,7 +21,7 @@ from warpnorm.locks import Lock
 from warpnorm.plan import grid, needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.grid import LARGEST_MERGE, merge_rows
-from warpnorm.plan.plan import ALL, COLUMN, FIRST, HELD, JOINT, KEPT, LONG_ROW, ROW, TEAM, Plan
+from warpnorm.plan.plan import ALL, COLUMN, FIRST, HELD, JOINT, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
     LARGEST_CLASS,
     NUMBER,
@@ -143,18 +142,13 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
     running = {"running_ptrs": tuple(Argument("*" + TYPES[dtype]) for dtype in problem.running)}
     wide = torch.float64 if torch.float64 in problem.running else problem.compute
     running["factors"] = tuple(Argument(TYPES[wide]) for _ in range(3 if problem.running else 0))
-    if plan.pattern in (COLUMN, KEPT):
+    if plan.pattern == COLUMN:
         arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs) | {"eps": arguments["eps"]}
         arguments |= running
         constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue", "epilogue")
         constants["STORE"] = functions.stream if plan.streams else functions.store
         constants |= _walk(problem, plan, device) | {"STATISTICS": len(problem.norm.statistics)}
         constants["HAS_RUNNING"] = bool(problem.running)
-        if plan.pattern == KEPT:
-            constants |= _functions(functions, "keep", "recall") | _slots(problem, plan)
-            return BoundKernel(
-                kept_forward_kernel, arguments, constants, plan, device, True, _kept_bytes(problem, plan)
-            )
         return BoundKernel(column_forward_kernel, arguments, constants, plan, device)
     constants = _functions(functions, "load_columns", "load_rows", "prologue", "epilogue", "store")
     if plan.pattern == HELD:
@@ -210,7 +204,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
     geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + problem.gradients, True)}
     constants |= {"BLOCK_COLS": plan.block_cols, "IS_EXACT": _is_exact(problem, plan), "STAGES": plan.stages}
     constants["HAS_NEXT"] = bool(problem.reduced) and _can_chain(device)
-    if plan.pattern in (COLUMN, KEPT):
+    if plan.pattern == COLUMN:
         constants = _functions(
             load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_tiles", "prologue",
             "epilogue_vjp", "prologue_vjp", "add_first", "settle", "store_merged", "store_first", "store_unmerged",
@@ -220,18 +214,13 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         constants["STORE"] = functions.stream if plan.streams else functions.store
         constants |= _walk(problem, plan, device) | {"NEEDS_SUMS": problem.needs_grad_xhat}
         constants |= {"FIRST_SUMS": len(along.sums(problem).summands), "LAST_SUMS": len(problem.left_last)}
-        merged = problem.merged if plan.tasks != ALL or plan.pattern == KEPT else ()
+        merged = problem.merged if plan.tasks != ALL else ()
         constants["MERGED"] = len(merged)
         left = grid.left(plan, problem)
         arguments["partials"] = tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in left)
         arguments["merged_ptrs"] = _pointers(problem, [problem.gradients[k] for k in merged])
         constants["IS_LINEAR"] = pointwise.is_linear(problem)
         arguments = _lines(problem, plan, arguments | geometry, operands + problem.gradients)
-        if plan.pattern == KEPT:
-            constants |= _functions(functions, "keep", "recall") | _slots(problem, plan)
-            return BoundKernel(
-                kept_backward_kernel, arguments, constants, plan, device, True, _kept_bytes(problem, plan)
-            )
         return BoundKernel(column_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == HELD:
         constants = _functions(
@@ -327,17 +316,6 @@ def _column_sum(
         "IS_CHAINED": _can_chain(device),
     }
     return BoundKernel(column_sum_kernel, arguments, constants, plan, device)
-
-
-def _slots(problem: Problem, plan: Plan) -> dict[str, Any]:
-    """The constants of pattern `kept`. Of several blocks at once the last may not be there."""
-    is_exact = plan.stages == 1 and problem.cols_divisor % plan.block_cols == 0
-    return {"SLOTS": plan.held, "AT_ONCE": plan.stages, "IS_EXACT": is_exact}
-
-
-def _kept_bytes(problem: ForwardProblem | BackwardProblem, plan: Plan) -> int:
-    """Shared memory for the slots of a program."""
-    return plan.held * needs.loaded_bytes(needs.kept_tiles(problem), plan.block_rows * plan.block_cols)
 
 
 def _held(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:

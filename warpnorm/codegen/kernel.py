@@ -6,12 +6,12 @@ from typing import Any
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource
 
 from warpnorm import version
 from warpnorm.errors import UnavailableError
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import HELD, KEPT, TEAM, Plan
+from warpnorm.plan.plan import HELD, TEAM, Plan
 
 MESSAGE = 400  # characters of the compiler's
 
@@ -36,7 +36,6 @@ class BoundKernel:
         plan: Plan,
         device: Device,
         has_fused_multiply_add: bool = True,
-        more_bytes: int = 0,
     ) -> None:
         constants = {name: constants[name] for name in kernel.arg_names if name in constants}
         self.kernel, self.constants = kernel, constants
@@ -50,15 +49,13 @@ class BoundKernel:
             source = (kernel, signature, constants, _attributes(arguments))
             target = (device.backend, device.arch, device.warp_size)
             options = {"num_warps": plan.warps, "enable_fp_fusion": has_fused_multiply_add}
-            if plan.pattern in (TEAM, KEPT) or (plan.pattern == HELD and plan.splits > 1):
+            if plan.pattern == TEAM or (plan.pattern == HELD and plan.splits > 1):
                 options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
                 if plan.per_unit:
                     options["maxnreg"] = device.registers(plan.per_unit * plan.warps)
             if constants.get("IS_CHAINED"):
                 options["launch_pdl"] = True
             self.compiled = _compile(source, target, options)
-            if more_bytes:
-                _add_shared(self.compiled, more_bytes)
 
     def launch(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """The device of the arguments must be the current one."""
@@ -82,13 +79,6 @@ def _compile(source: tuple[Any, ...], target: tuple[Any, ...], options: dict[str
             f"Triton {triton.__version__} does not compile {source[0].__name__}: {str(error)[:MESSAGE]}; install "
             f"{version.spelled(version.KNOWN_TRITON)}, or set WARPNORM_ROUTE=reference"
         ) from error
-
-
-def _add_shared(compiled: Any, more_bytes: int) -> None:
-    """Shared memory behind what the compiler has a use for, which is loaded and launched with it (`kernels/slots.py`)."""
-    before = compiled.metadata.shared
-    compiled.metadata = compiled.metadata._replace(shared=-(-before // 16) * 16 + more_bytes)
-    compiled.packed_metadata = make_backend(compiled.metadata.target).pack_metadata(compiled.metadata)
 
 
 def _has_hooks() -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from warpnorm.codegen import along, expressions
 from warpnorm.codegen.expressions import TYPES, as_compute, as_stored, literal
-from warpnorm.plan import needs
 from warpnorm.problem import (
     ALONG,
     BY_ROW,
@@ -96,8 +95,7 @@ def _by_lines(problem: ForwardProblem | BackwardProblem) -> list[str]:
     else:
         written = [problem.gradients[i] for i in problem.written]
         stream = _store(problem, written, problem.written, "gradients", "stream")
-    slots = [_keep(problem), _recall(problem)] if needs.kept_tiles(problem) else []
-    return [_load_lines(problem), _load_tiles(problem), *slots, stream]
+    return [_load_lines(problem), _load_tiles(problem), stream]
 
 
 def _of_lines(problem: BackwardProblem) -> list[str]:
@@ -283,24 +281,6 @@ def _load_tiles(problem: Problem) -> str:
             count += 1
     parameters = "operands, strides, sizes, row_offsets, col_offsets, mask, lines, POLICY: tl.constexpr"
     return _function("load_tiles", parameters, lines, _tuple(names))
-
-
-def _slots(problem: Problem) -> list[str | None]:
-    """Of pattern `kept`: where each of the values of a block goes, if it is a tile."""
-    are_tiles = [operand.axes in TILES for _, _, operand in loaded(problem) if operand.axes in BY_ROW]
-    return [
-        f"slot * {sum(are_tiles)} + {sum(are_tiles[:k])}" if is_tile else None for k, is_tile in enumerate(are_tiles)
-    ]
-
-
-def _keep(problem: Problem) -> str:
-    lines = [f"ours.put(values[{k}], {slot})" for k, slot in enumerate(_slots(problem)) if slot is not None]
-    return _function("keep", "values, slot", lines)
-
-
-def _recall(problem: Problem) -> str:
-    values = [f"ours.take(values[{k}], {slot})" if slot else f"values[{k}]" for k, slot in enumerate(_slots(problem))]
-    return _function("recall", "values, slot", [], _tuple(values))
 
 
 def _hold(problem: Problem) -> str:

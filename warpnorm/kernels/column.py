@@ -59,42 +59,6 @@ def load_tile(
 
 
 @triton.jit
-def slot_of(step, steps, SLOTS: tl.constexpr):
-    """Of a block of a walk, of which the last SLOTS have one each. That of the others is below zero."""
-    return tl.where(step < steps, step - tl.maximum(steps - SLOTS, 0), -1)
-
-
-@triton.jit
-def load_blocks(
-    operands, strides, sizes, row_offsets, row_mask, lines, first, step, steps, spans, cols,
-    LOAD_COLUMNS: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    IS_EXACT: tl.constexpr, POLICY: tl.constexpr, AT_ONCE: tl.constexpr, SLOTS: tl.constexpr,
-    KEEP: tl.constexpr = None, RECALL: tl.constexpr = None,
-):  # fmt: skip
-    """The same of AT_ONCE blocks of a walk, all loaded before any is used. KEEP puts the values of its last SLOTS blocks in
-    slots, RECALL has them from there, and they are not loaded."""
-    loaded, places = (), ()
-    for k in tl.static_range(AT_ONCE):
-        col_offsets = first + (step + k) * spans[1] + tl.arange(0, BLOCK_COLS)
-        mask = row_mask[:, None] & column_mask(col_offsets, cols, IS_EXACT)[None, :]
-        is_loaded = mask
-        if RECALL is not None:
-            is_loaded = mask & (slot_of(step + k, steps, SLOTS) < 0)
-        loaded += (LOAD_TILES(operands, strides, sizes, row_offsets, col_offsets, is_loaded, lines, POLICY),)
-        places += ((row_offsets, col_offsets, cols, mask),)
-    blocks = ()
-    for k in tl.static_range(AT_ONCE):
-        values, place = loaded[k], places[k]
-        if KEEP is not None:
-            KEEP(values, slot_of(step + k, steps, SLOTS))
-        if RECALL is not None:
-            values = RECALL(values, slot_of(step + k, steps, SLOTS))
-        columns = LOAD_COLUMNS(operands, strides, sizes, place[1], column_mask(place[1], cols, IS_EXACT))
-        blocks += ((PROLOGUE(values, columns, place), values, columns, place),)
-    return blocks
-
-
-@triton.jit
 def send_lines(pieces_ptrs, unit, number, order, values, row_mask, COUNT: tl.constexpr, BLOCK_ROWS: tl.constexpr):
     """COUNT numbers for each line of a tile."""
     offsets = (unit.to(tl.int64) * order[1] + number) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -108,8 +72,7 @@ def line_statistics(
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_RESULT: tl.constexpr,
-    STAGES: tl.constexpr, POLICY: tl.constexpr, AT_ONCE: tl.constexpr = 1, SLOTS: tl.constexpr = 0,
-    KEEP: tl.constexpr = None,
+    STAGES: tl.constexpr, POLICY: tl.constexpr,
 ):  # fmt: skip
     """(mean, M2) of the lines of a tile, and where the mean is corrected what it is rounded off by. IS_RESULT: the mean is
     one itself, so that it is rounded once."""
@@ -122,26 +85,25 @@ def line_statistics(
         IS_WIDE: tl.constexpr = IS_CORRECTED and IS_RESULT and COMPUTE == tl.float32
         if IS_CORRECTED:
             # The means of lanes are rounded as often as they are moved: those of deviations from the lane's first value
-            block = load_blocks(
-                operands, strides, sizes, row_offsets, row_mask, lines, first, 0, steps, spans, cols,
-                LOAD_COLUMNS, LOAD_TILES, PROLOGUE, BLOCK_COLS, IS_EXACT, POLICY, 1, SLOTS, KEEP,
-            )[0][0]  # fmt: skip
+            block = load_tile(
+                operands, strides, sizes, row_offsets, row_mask, lines, first + lanes, cols,
+                LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
+            )[0]  # fmt: skip
             low = tl.zeros_like(block)
-        for step in tl.range(START, steps, AT_ONCE, num_stages=STAGES):
-            blocks = load_blocks(
-                operands, strides, sizes, row_offsets, row_mask, lines, first, step, steps, spans, cols,
-                LOAD_COLUMNS, LOAD_TILES, PROLOGUE, BLOCK_COLS, IS_EXACT, POLICY, AT_ONCE, SLOTS, KEEP,
+        for step in tl.range(START, steps, num_stages=STAGES):
+            col_offsets = first + step * spans[1] + lanes
+            c, _values, _columns, _place = load_tile(
+                operands, strides, sizes, row_offsets, row_mask, lines, col_offsets, cols,
+                LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
             )  # fmt: skip
-            for k in tl.static_range(AT_ONCE):
-                c = blocks[k][0]
-                mask = column_mask(blocks[k][3][1], cols, IS_EXACT)[None, :]
-                if IS_CORRECTED:
-                    c -= block
-                before = state[0]
-                state = quick_step(state, c, mask, step + k)  # lines that are not there are not sent either
-                if IS_WIDE:  # what the mean lacks is less of it with every value, and is rounded anew
-                    move = move_of(tl.where(mask, c - before, 0.0), step + k)
-                    low += rounded_off(before, move, state[0]) - move_of(tl.where(mask, low, 0.0), step + k)
+            mask = column_mask(col_offsets, cols, IS_EXACT)[None, :]
+            if IS_CORRECTED:
+                c -= block
+            before = state[0]
+            state = quick_step(state, c, mask, step)  # lines that are not there are not sent either
+            if IS_WIDE:  # what the mean lacks is less of it with every value, and is rounded anew
+                move = move_of(tl.where(mask, c - before, 0.0), step)
+                low += rounded_off(before, move, state[0]) - move_of(tl.where(mask, low, 0.0), step)
         if IS_WIDE:
             lane = block.to(tl.float64) + (state[0].to(tl.float64) + low.to(tl.float64))
             wide = tl.sum(tl.where(counts > 0.0, counts.to(tl.float64) * lane, 0.0), 1) / width
@@ -188,7 +150,6 @@ def write_tile(
     HAS_RUNNING: tl.constexpr, COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, MERGE_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_CORRECTED: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr, MERGES: tl.constexpr,
-    AT_ONCE: tl.constexpr = 1, SLOTS: tl.constexpr = 0, RECALL: tl.constexpr = None,
 ):  # fmt: skip
     """The last task of forward. With MERGES, every program merges the statistics of its rows itself."""
     HAS_ONE: tl.constexpr = BLOCK_ROWS == 1
@@ -217,18 +178,13 @@ def write_tile(
                     )
             elif HAS_STATISTIC:
                 pair = for_lines(receive(words, row_ptrs, row_numbers, is_row, COMPUTE, WAITS), HAS_ONE)
-            turns = tl.cdiv(steps, AT_ONCE)
-            for turn in tl.range(0, turns, num_stages=STAGES):  # from the end: it was read last
-                blocks = load_blocks(
-                    operands, strides, sizes, row_offsets, row_mask, lines, first, (turns - 1 - turn) * AT_ONCE, steps,
-                    spans, cols,
-                    LOAD_COLUMNS, LOAD_TILES, PROLOGUE, BLOCK_COLS, IS_EXACT, "evict_first", AT_ONCE, SLOTS, None, RECALL,
+            for step in tl.range(0, steps, num_stages=STAGES):  # from the end: it was read last
+                c, values, columns, place = load_tile(
+                    operands, strides, sizes, row_offsets, row_mask, lines,
+                    first + (steps - 1 - step) * spans[1] + tl.arange(0, BLOCK_COLS), cols,
+                    LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, "evict_first",
                 )  # fmt: skip
-                for k in tl.static_range(AT_ONCE):
-                    c, values, columns, place = blocks[k]
-                    store_results(
-                        c, values, columns, place, pair, outputs, strides, sizes, EPILOGUE, STORE, HAS_STATISTIC
-                    )
+                store_results(c, values, columns, place, pair, outputs, strides, sizes, EPILOGUE, STORE, HAS_STATISTIC)
         else:
             c, values, columns, place = load_tile(
                 operands, strides, sizes, row_offsets, row_mask, lines, first + tl.arange(0, BLOCK_COLS), cols,
@@ -302,22 +258,20 @@ def line_sums(
     ADD_FIRST: tl.constexpr, SETTLE: tl.constexpr, FIRST_SUMS: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     IS_EXACT: tl.constexpr, IS_LINEAR: tl.constexpr, STAGES: tl.constexpr, POLICY: tl.constexpr,
-    AT_ONCE: tl.constexpr = 1, SLOTS: tl.constexpr = 0, KEEP: tl.constexpr = None,
 ):  # fmt: skip
     """What must be summed over the lines of a tile before there is a gradient, and gradients that are such sums."""
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
     sums = (tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE),) * FIRST_SUMS
-    for step in tl.range(0, steps, AT_ONCE, num_stages=STAGES):
-        blocks = load_blocks(
-            operands, strides, sizes, row_offsets, row_mask, lines, first, step, steps, spans, cols,
-            LOAD_COLUMNS, LOAD_TILES, PROLOGUE, BLOCK_COLS, IS_EXACT, POLICY, AT_ONCE, SLOTS, KEEP,
+    for step in tl.range(0, steps, num_stages=STAGES):
+        c, values, columns, place = load_tile(
+            operands, strides, sizes, row_offsets, row_mask, lines,
+            first + step * spans[1] + tl.arange(0, BLOCK_COLS), cols,
+            LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
         )  # fmt: skip
-        for k in tl.static_range(AT_ONCE):
-            c, values, columns, place = blocks[k]
-            xhat = normalize(c, statistics, True)
-            if not IS_LINEAR:
-                xhat = tl.where(place[3], xhat, 0.0)
-            sums = ADD_FIRST(sums, xhat, c, values, columns, place)
+        xhat = normalize(c, statistics, True)
+        if not IS_LINEAR:
+            xhat = tl.where(place[3], xhat, 0.0)
+        sums = ADD_FIRST(sums, xhat, c, values, columns, place)
     return SETTLE(sums, lines)
 
 
@@ -355,7 +309,6 @@ def write_gradients(
     COMPUTE: tl.constexpr, HAS_PIECES: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     MERGE_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_WALKED: tl.constexpr,
     STAGES: tl.constexpr, WAITS: tl.constexpr, IS_LINEAR: tl.constexpr, MERGES: tl.constexpr,
-    AT_ONCE: tl.constexpr = 1, SLOTS: tl.constexpr = 0, RECALL: tl.constexpr = None,
 ):  # fmt: skip
     """The last task of backward."""
     HAS_ONE: tl.constexpr = BLOCK_ROWS == 1
@@ -389,20 +342,17 @@ def write_gradients(
                     STORE_MERGED(merged_ptrs, more, numbers, row_mask & is_first_piece(number, layout, BLOCK_ROWS))
             elif HAS_STATISTIC and NEEDS_SUMS:
                 sums = for_lines(receive(words, row_ptrs, row_numbers, is_row, COMPUTE, WAITS), HAS_ONE)
-            turns = tl.cdiv(steps, AT_ONCE)
-            for turn in tl.range(0, turns, num_stages=STAGES):  # from the end: it was read last
-                blocks = load_blocks(
-                    operands, strides, sizes, row_offsets, row_mask, lines, first, (turns - 1 - turn) * AT_ONCE, steps,
-                    spans, cols,
-                    LOAD_COLUMNS, LOAD_TILES, PROLOGUE, BLOCK_COLS, IS_EXACT, "evict_first", AT_ONCE, SLOTS, None, RECALL,
+            for step in tl.range(0, steps, num_stages=STAGES):  # from the end: it was read last
+                c, values, columns, place = load_tile(
+                    operands, strides, sizes, row_offsets, row_mask, lines,
+                    first + (steps - 1 - step) * spans[1] + tl.arange(0, BLOCK_COLS), cols,
+                    LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, "evict_first",
                 )  # fmt: skip
-                for k in tl.static_range(AT_ONCE):
-                    c, values, columns, place = blocks[k]
-                    results = store_gradients(
-                        c, values, columns, place, pair, sums, count, gradients, strides, sizes,
-                        EPILOGUE_VJP, PROLOGUE_VJP, STORE, NEEDS_SUMS, HAS_STATISTIC, IS_LINEAR,
-                    )  # fmt: skip
-                    accumulators = ACCUMULATE_LAST(accumulators, results, place[3])
+                results = store_gradients(
+                    c, values, columns, place, pair, sums, count, gradients, strides, sizes,
+                    EPILOGUE_VJP, PROLOGUE_VJP, STORE, NEEDS_SUMS, HAS_STATISTIC, IS_LINEAR,
+                )  # fmt: skip
+                accumulators = ACCUMULATE_LAST(accumulators, results, place[3])
         else:
             c, values, columns, place = load_tile(
                 operands, strides, sizes, row_offsets, row_mask, lines, first + tl.arange(0, BLOCK_COLS), cols,

@@ -6,11 +6,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice as library
 
-from warpnorm.kernels.slots import put, take
 from warpnorm.kernels.sums import sums_of
 from warpnorm.trace.dropout import OUR_STREAMS
 
-__all__ = ["put", "sums_of", "take"]  # which generated source calls too
+__all__ = ["sums_of"]  # which generated source calls too
 
 FROM_BFLOAT16 = tl.constexpr(
     "{ .reg .b32 high; shl.b32 high, $2, 16; mov.b32 $0, high; and.b32 high, $2, 0xffff0000; mov.b32 $1, high; }"

@@ -1,5 +1,5 @@
-"""The launches of one call of a norm by channel, of patterns `column` and `kept`: one forward, or one for each task where
-tiles are visited twice far apart; the same backward, and the sums of those gradients that are sums."""
+"""The launches of one call of a norm by channel, of pattern `column`: one forward, or one for each task where tiles are
+visited twice far apart; the same backward, and the sums of those gradients that are sums."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from warpnorm.launch.backward import ChannelBackwardLaunch
 from warpnorm.launch.forward import ForwardLaunch
 from warpnorm.launch.shared import EMPTY, ZEROS, Shared
 from warpnorm.plan import grid
-from warpnorm.plan.plan import KEPT, Plan
+from warpnorm.plan.plan import Plan
 from warpnorm.problem import BackwardProblem, ForwardProblem
 from warpnorm.space import Space
 
@@ -70,8 +70,6 @@ def _tasks(
     plan: Plan, last: Plan | None, space: Space, has_tasks: bool
 ) -> list[tuple[bool, tuple[int, int], tuple[Any, ...]]]:
     """Of each launch, whether its plan is `last`, how many programs it has, and its numbers."""
-    if plan.pattern == KEPT:
-        return [(False, grid.kept(plan, space), _geometry(plan, plan, space, grid.order(plan, space)))]
     return [
         (of_step is last, (programs, 1), _geometry(of_step, plan, space, order))
         for of_step, order, programs in grid.column(plan, last, space, has_tasks)
@@ -95,8 +93,7 @@ def _words(plan: Plan, space: Space, problem: ForwardProblem | BackwardProblem, 
     pieces = order.units * order.unit_tiles * plan.block_rows
     counts = [pieces] * (2 + more) + [space.statistics] * 2
     sizes = tuple(-(-count // 4) * 4 for count in counts)  # each begins at a multiple of 16 bytes
-    is_waited_for = order.is_by_turns or plan.pattern == KEPT
-    return Shared(sizes, WORDS[problem.compute.itemsize], ZEROS if is_waited_for else EMPTY)
+    return Shared(sizes, WORDS[problem.compute.itemsize], ZEROS if order.is_by_turns else EMPTY)
 
 
 def _of_words(shared: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:

@@ -325,21 +325,25 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     # 56 fp32 forward and backward 155 [160] and 241 [245], fp16 83 [84] and 125 [128]; 256 x 64 x 112 x 112 fp32 582 [604]
     # and 941 [961]; residual + BatchNorm + ReLU fp16 105 [108] and 200 [205]
     block_cols = plan.block_cols
-    while needs.loaded_bytes(needs.loads(problem), plan.block_rows * block_cols) > LAST_BYTES and block_cols > 1:
+    while needs.loaded_bytes(_loads(problem), plan.block_rows * block_cols) > LAST_BYTES and block_cols > 1:
         block_cols //= 2
     chunks = max(2, min(64, problem.cols_class) // block_cols)
     return replace(plan, block_cols=block_cols, chunks=chunks, stages=2, programs=0, streams=True)
 
 
+def _loads(problem: ForwardProblem | BackwardProblem) -> tuple[Operand, ...]:
+    return problem.operands + (problem.grad_outputs if isinstance(problem, BackwardProblem) else ())
+
+
 def _count_tiles(problem: ForwardProblem | BackwardProblem) -> int:
-    return sum(operand.axes in TILES for operand in needs.loads(problem))
+    return sum(operand.axes in TILES for operand in _loads(problem))
 
 
 def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     """Tiles of lines, wide where memory runs along a line, tall where it runs across lines."""
     lead = next(o for o in problem.operands if o.axes == FULL)
     cols, words = problem.cols_class, needs.words(problem)
-    loads, tensors = needs.loads(problem), _count_tiles(problem)
+    loads, tensors = _loads(problem), _count_tiles(problem)
     sums = len(problem.reduced) if isinstance(problem, BackwardProblem) else 0
     if device.is_interpreter:  # few programs, which run one after another
         chunks = 1 if cols <= 256 else 0 if problem.norm.rows == CHANNEL else 4
@@ -396,7 +400,7 @@ def _across_once(problem: ForwardProblem | BackwardProblem, device: Device) -> P
     # Four numbers for each line are read beside, and sums are taken: larger tiles would not fit in registers
     block_cols = min(problem.cols_class, 32)
     block_rows = 2048 // words // block_cols
-    stages = min(4, _walk_depth(needs.loads(problem), block_rows * block_cols, 3, device))
+    stages = min(4, _walk_depth(_loads(problem), block_rows * block_cols, 3, device))
     return Plan(COLUMN_PATTERN, block_rows, block_cols, 4, chunks=8, stages=stages, why=why)
 
 

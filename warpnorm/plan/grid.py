@@ -3,7 +3,7 @@
 from math import lcm, prod
 from typing import NamedTuple
 
-from warpnorm.plan.plan import ALL, HELD, JOINT, KEPT, LONG_ROW, TEAM, Plan
+from warpnorm.plan.plan import ALL, HELD, JOINT, LONG_ROW, TEAM, Plan
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
 from warpnorm.plan.plan import ROW as ROW_PATTERN
 from warpnorm.problem import COLUMN, GROUP, GROUP_SCALAR, ROW, BackwardProblem, Operand, inner_lines
@@ -123,21 +123,7 @@ def spans(plan: Plan, space: Space) -> Spans:
     return Spans(plan.block_cols, column_parts(plan, space) * plan.block_cols, space.cols)
 
 
-def kept(plan: Plan, space: Space) -> tuple[int, int]:
-    """Teams, and programs of one, of pattern `kept`: so many that a unit is read once, if that is not too many; otherwise
-    there is a team for each unit, and all programs that there is room for."""
-    here, units = layout(plan, space)
-    blocks = -(-space.cols // plan.block_cols)
-    parts = -(-blocks // plan.held) if plan.held else blocks
-    if here.blocks * parts > plan.programs:
-        parts = max(1, min(plan.programs // (here.blocks * units), blocks))
-    programs = here.blocks * parts
-    return min(units, plan.programs // programs), programs
-
-
 def column_parts(plan: Plan, space: Space) -> int:
-    if plan.pattern == KEPT:
-        return kept(plan, space)[1] // layout(plan, space)[0].blocks
     if plan.chunks:
         return -(-space.cols // (plan.chunks * plan.block_cols))
     parts = max(1, plan.programs * plan.block_rows // max(space.rows, plan.block_rows))
@@ -258,15 +244,14 @@ def line_sum(plan: Plan, space: Space, gradient: Operand) -> Sum:
     inner = inner_lines(gradient)
     outer = kept.index(False) if inner < len(kept) else 0
     width, groups = prod(sizes[len(sizes) - inner :]), prod(sizes[:outer])
-    parts = column_parts(plan, space) if plan.pattern in (COLUMN_PATTERN, KEPT) else 1
+    parts = column_parts(plan, space) if plan.pattern == COLUMN_PATTERN else 1
     return Sum(groups, space.rows // (groups * width) * parts, width)
 
 
 def left(plan: Plan, problem: BackwardProblem) -> tuple[int, ...]:
     """Which gradients leave partial sums behind, in the order in which the pattern `column` has them. Where programs wait
     for what they merge, that is as little as it must be: of BatchNorm fp32, by turns, backward would be a tenth slower."""
-    is_merged = plan.tasks != ALL or plan.pattern in (HELD, KEPT)
-    return problem.left if is_merged else (*problem.left, *problem.merged)
+    return problem.left if plan.tasks != ALL or plan.pattern == HELD else (*problem.left, *problem.merged)
 
 
 def gradient_sum(plan: Plan, space: Space, problem: BackwardProblem, which: int) -> Sum:

@@ -1,16 +1,7 @@
 """What a problem needs of a device: the registers of a value, the bytes that are loaded, the loads in flight."""
 
 from warpnorm.plan.device import Device
-from warpnorm.problem import (
-    TILES,
-    VECTOR_BYTES,
-    BackwardProblem,
-    ForwardProblem,
-    Operand,
-    Problem,
-    is_varying,
-    operand_name,
-)
+from warpnorm.problem import TILES, BackwardProblem, ForwardProblem, Operand, Problem, is_varying, operand_name
 
 # Bytes of loads in flight on one multiprocessor that hide the latency of memory while a program reduces. LayerNorm
 # backward, 8192 columns: 60 % with 32 KB in flight, 94 with 64, 90 with 96.
@@ -32,25 +23,6 @@ def kept(problem: BackwardProblem) -> tuple[Operand, ...]:
         for i, o in enumerate(problem.operands)
         if operand_name(i) in prologue or (operand_name(i) in epilogue and o.axes in TILES)
     )
-
-
-def loads(problem: ForwardProblem | BackwardProblem) -> tuple[Operand, ...]:
-    return problem.operands + (problem.grad_outputs if isinstance(problem, BackwardProblem) else ())
-
-
-def kept_tiles(problem: ForwardProblem | BackwardProblem) -> tuple[Operand, ...]:
-    """What pattern `kept` can keep in shared memory, all or nothing: each thread has 16 bytes of every one, which are the
-    same elements of each and lie across the lines."""
-    tiles = tuple(operand for operand in loads(problem) if operand.axes in TILES)
-    sizes = {operand.dtype.itemsize for operand in tiles}
-    is_alike = len(sizes) == 1 and sizes <= {2, 4} and words(problem) == 1
-    return tiles if is_alike and all(_lies_across(operand) for operand in tiles) else ()
-
-
-def _lies_across(operand: Operand) -> bool:
-    others = (*operand.row_strides[:-1], *operand.col_strides)
-    is_vector = all(s.literal == 0 or s.divisor * operand.dtype.itemsize >= VECTOR_BYTES for s in others)
-    return operand.is_aligned and operand.row_strides[-1].literal == 1 and is_vector
 
 
 def is_quick(problem: ForwardProblem | BackwardProblem) -> bool:

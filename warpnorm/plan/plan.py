@@ -7,7 +7,6 @@ LONG_ROW = "long_row"
 TEAM = "team"
 COLUMN = "column"
 HELD = "held"
-KEPT = "kept"
 
 ALL, FIRST, LAST, JOINT = "all", "first", "last", "merge and last"  # tasks
 
@@ -19,17 +18,17 @@ class Plan:
     `chunks`: how many blocks of columns, one after another, are one program's part of it, or the row; 0 in `column` is as
     many as leave `programs` in all.
     `ahead`: how many first tasks are begun, of pattern `column`, between those of a row and its merging, and again between
-    that and the last tasks; `held`: as many tiles at the most stay in L2 from their first task to their last, or in shared
-    memory as many blocks of one program (`kept`). Where that is too few, each kind of them has a launch of its own. `tasks`:
-    which of them the kernel of pattern `column` has. Without the last ones, which then are another kernel's, no program ever
-    has to wait. That kernel may be one whose programs all merge what they need themselves.
+    that and the last tasks; `held`: as many tiles at the most stay in L2 from their first task to their last. Where that
+    is too few, each kind of them has a launch of its own. `tasks`: which of them the kernel of pattern `column` has. Without
+    the last ones, which then are another kernel's, no program ever has to wait. That kernel may be one whose programs all
+    merge what they need themselves.
     `stages`: the depth of the software pipeline of loads.
     `streams`: what is written need not stay in L2, so that what is read twice does.
     `late`: what the epilogue reads of columns is loaded when the statistic is known: fewer registers, but a lone row waits
     for it (`row`, forward, a program for each block of rows).
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
     `per_unit`: so many programs of a team must fit on a multiprocessor, if not 0: they have no more registers than that
-    leaves (`team`, `held`, `kept`).
+    leaves (`team`, `held`).
     `why`: what the choice followed from; it makes no difference between plans."""
 
     pattern: str

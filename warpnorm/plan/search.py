@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from warpnorm.plan import kept
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN, HELD, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import BackwardProblem, ForwardProblem
@@ -25,7 +24,6 @@ def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device
     found = [chosen]
     if chosen.pattern == COLUMN:
         found += _columns(chosen)
-        found += kept.alternatives(problem, device)
     elif chosen.pattern == TEAM:
         found += _teams(chosen, device)
     elif chosen.pattern == HELD:

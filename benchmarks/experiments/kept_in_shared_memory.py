@@ -351,6 +351,115 @@ def group_forward(
         tl.debug_barrier()
 
 
+COPY = tl.constexpr(
+    "{ .reg .u32 a; mov.u32 a, global_smem; add.u32 a, a, $2; cp.async.cg.shared.global [a], [$1], 16; mov.b32 $0, 0; }"
+)
+ARRIVED = tl.constexpr("cp.async.wait_all; mov.b32 $0, 0;")
+
+
+@triton.jit
+def by_each_thread(INSTRUCTIONS: tl.constexpr, THREADS: tl.constexpr):
+    tl.inline_asm_elementwise(INSTRUCTIONS, "=r,r", [tl.arange(0, THREADS)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def copy_part(
+    base, first, part, C: tl.constexpr, BLOCKS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, OWN: tl.constexpr,
+    THREADS: tl.constexpr,
+):  # fmt: skip
+    """The blocks of one part of the channels are on their way into their slots when this returns. Their 16 bytes will be
+    where `recall` looks for them, if it has the elements of a row one after another, as loads have."""
+    vectors = tl.arange(0, BC // 8)
+    for block in tl.static_range(BLOCKS):
+        lines = first + block * BP + tl.arange(0, BP)
+        addresses_of = base + lines[:, None] * C + (part * BC + vectors * 8)[None, :]
+        place = (
+            OWN
+            + (part * BLOCKS + block) * THREADS * 16
+            + (tl.arange(0, BP)[:, None] * (BC // 8) + vectors[None, :]) * 16
+        )
+        tl.inline_asm_elementwise(
+            COPY, "=r,l,r", [addresses_of.to(tl.int64), place], dtype=tl.int32, is_pure=False, pack=1
+        )  # fmt: skip
+
+
+@triton.jit
+def group_forward_by_copies(
+    x_ptr, y_ptr, w_ptr, b_ptr, words_ptr, scratch_ptr, samples, pixels, eps, C: tl.constexpr, G: tl.constexpr,
+    CG: tl.constexpr, CG2: tl.constexpr, BLOCKS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, U: tl.constexpr,
+    OWN: tl.constexpr, THREADS: tl.constexpr, T: tl.constexpr, T2: tl.constexpr,
+):  # fmt: skip
+    """The same, but what is kept is copied into its slots, without registers, and that of the next sample while the results
+    of this one are stored. U is no matter."""
+    t = tl.program_id(1)
+    me = (tl.program_id(0) * T + t).to(tl.int64)
+    PARTS: tl.constexpr = C // BC
+    OF_PART: tl.constexpr = BLOCKS * U
+    count = OF_PART * BP
+    mine = scratch_ptr + me * (2 * C + 2 * G)
+    for part in tl.static_range(PARTS):
+        copy_part(x_ptr + tl.program_id(0) * pixels * C, t * count, part, C, OF_PART, BP, BC, OWN, THREADS)
+    for sample in tl.range(tl.program_id(0), samples, tl.num_programs(0)):
+        base = x_ptr + sample * pixels * C
+        out = y_ptr + sample * pixels * C
+        by_each_thread(ARRIVED, THREADS)
+        tl.debug_barrier()
+        for part in tl.static_range(PARTS):
+            cols = part * BC + tl.arange(0, BC)
+            total = tl.zeros((BP, BC), tl.float32)
+            squares = tl.zeros((BP, BC), tl.float32)
+            pivot = tl.zeros((BP, BC), tl.float32)
+            for block in tl.static_range(OF_PART):
+                lines = t * count + block * BP + tl.arange(0, BP)
+                none = tl.load(addresses(base, lines, cols, C), mask=(lines < 0)[:, None], other=0.0)
+                x = recall(none, part * OF_PART + block, OWN, THREADS).to(tl.float32)
+                if block == 0:
+                    pivot = x
+                else:
+                    total += x - pivot
+                    squares += (x - pivot) * (x - pivot)
+            shift = total / OF_PART
+            lane_mean = pivot + shift
+            mean = tl.sum(lane_mean, 0) / BP
+            off = lane_mean - mean[None, :]
+            tl.store(mine + cols, mean)
+            tl.store(mine + C + cols, tl.sum(squares - total * shift + off * off * OF_PART, 0))
+        tl.debug_barrier()
+        g = tl.arange(0, G)
+        inside = tl.arange(0, CG2)
+        mask = (inside < CG)[None, :]
+        channels = g[:, None] * CG + inside[None, :]
+        means = tl.load(mine + channels, mask=mask, other=0.0)
+        mean_g = tl.sum(means, 1) / CG
+        off_g = tl.where(mask, means - mean_g[:, None], 0.0)
+        m2_g = tl.sum(tl.load(mine + C + channels, mask=mask, other=0.0) + off_g * off_g * count, 1)
+        told = words_ptr + sample * (T * G)
+        tl.atomic_xchg(told + t * G + g, pack(mean_g, m2_g), sem="relaxed", scope="gpu")
+        q = tl.arange(0, T2)
+        there = (q < T)[:, None] & (g < G)[None, :]
+        all_means, m2s = wait(told + tl.minimum(q, T - 1)[:, None] * G + g[None, :], there)
+        mean_s = tl.sum(all_means, 0) / T
+        off_s = tl.where(there, all_means - mean_s[None, :], 0.0)
+        var = tl.sum(m2s + off_s * off_s * (count * CG), 0) / (T * count * CG)
+        tl.store(mine + 2 * C + g, mean_s)
+        tl.store(mine + 2 * C + G + g, 1.0 / tl.sqrt(var + eps))
+        tl.debug_barrier()
+        following = sample + tl.num_programs(0)
+        for part in tl.static_range(PARTS):
+            cols = part * BC + tl.arange(0, BC)
+            scale = tl.load(mine + 2 * C + G + cols // CG) * tl.load(w_ptr + cols).to(tl.float32)
+            bias = tl.load(b_ptr + cols).to(tl.float32) - tl.load(mine + 2 * C + cols // CG) * scale
+            for block in tl.static_range(OF_PART):
+                lines = t * count + block * BP + tl.arange(0, BP)
+                none = tl.load(addresses(base, lines, cols, C), mask=(lines < 0)[:, None], other=0.0)
+                x = recall(none, part * OF_PART + block, OWN, THREADS).to(tl.float32)
+                y = x * scale[None, :] + bias[None, :]
+                tl.store(addresses(out, lines, cols, C), y.to(y_ptr.dtype.element_ty))
+            tl.debug_barrier()
+            if following < samples:
+                copy_part(x_ptr + following * pixels * C, t * count, part, C, OF_PART, BP, BC, OWN, THREADS)
+
+
 SHARED = 233472  # bytes of a multiprocessor, of which every program has 1,024 that are not its own
 Tensors = tuple[torch.Tensor, ...]
 Way = tuple[int, int, int]  # programs of a multiprocessor, warps of a program, and blocks that it loads at once
@@ -414,7 +523,7 @@ def batch_norm(
 
 
 def group_norm(
-    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, groups: int, way: Way, team: int, units: int
+    x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, groups: int, way: Way, team: int, units: int, function: Any
 ) -> tuple[Kernel, torch.Tensor]:
     """Forward of x in (samples, pixels, C), and its result."""
     per_unit, warps, unroll = way
@@ -434,7 +543,7 @@ def group_norm(
         "U": unroll, "OWN": 4096, "THREADS": warps * 32, "T": team, "T2": triton.next_power_of_2(team),
     }  # fmt: skip
     arguments = (x, y, w, b, words, scratch, samples, pixels, 1e-5)
-    return Kernel(group_forward, arguments, constants, (teams, team), C // BC * blocks * unroll, way, words), y
+    return Kernel(function, arguments, constants, (teams, team), C // BC * blocks * unroll, way, words), y
 
 
 def check(found: torch.Tensor, truth: torch.Tensor, what: str) -> None:
@@ -464,8 +573,10 @@ def batch_norm_speed(tensors: Tensors, truth: Tensors, way: Way, units: int, is_
     return f"{' / '.join(told)}, {kept}"
 
 
-def group_norm_speed(tensors: Tensors, true: torch.Tensor, way: Way, team: int, units: int, bandwidth: float) -> str:
-    kernel, y = group_norm(*tensors, 32, way, team, units)
+def group_norm_speed(
+    tensors: Tensors, true: torch.Tensor, way: Way, team: int, units: int, function: Any, bandwidth: float
+) -> str:
+    kernel, y = group_norm(*tensors, 32, way, team, units, function)
     kernel()
     check(y, true, "y")
     return f"{speed(kernel, 4 * y.numel(), bandwidth)} ({kernel.used})"
@@ -507,8 +618,10 @@ def main() -> None:
     told = speed(partial(warpnorm.functional.group_norm, image, 32), 4 * x.numel(), bandwidth)
     print(f"GroupNorm 32 x 320 x 64 x 64: forward today {told}", flush=True)
     true = F.group_norm(x.double().transpose(1, 2), 32, w.double(), b.double(), 1e-5).transpose(1, 2)
-    for way, team in TEAMS:
-        attempt(f"{way} by {team}", group_norm_speed, (x, w, b), true, way, team, units, bandwidth)
+    for function in (group_forward, group_forward_by_copies):
+        print(f" {function.__name__}")
+        for way, team in TEAMS:
+            attempt(f"{way} by {team}", group_norm_speed, (x, w, b), true, way, team, units, function, bandwidth)
 
 
 if __name__ == "__main__":

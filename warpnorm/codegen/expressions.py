@@ -158,8 +158,10 @@ def _cast(node: Node, dtypes: dict[str, torch.dtype], compute: torch.dtype) -> s
         return f"{text} != 0"
     if not target.is_floating_point:
         return f"{text}.to({TYPES[target]})"
-    if not source.is_floating_point or target.itemsize >= compute.itemsize:
+    if target.itemsize >= compute.itemsize:
         return text if source == compute else f"{text}.to({TYPES[compute]})"
+    if not source.is_floating_point:  # by way of float32, as PyTorch does
+        text, source = f"{text}.to(tl.float32)", torch.float32
     return f"{text}{_by_float32(source, target)}.to({TYPES[target]}){_by_float32(target, compute)}.to({TYPES[compute]})"
 
 

@@ -42,6 +42,7 @@ TYPES = {
     torch.int64: "int64_t",
 }
 NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
+WRAPPED = ("add", "sub", "mul", "neg", "abs")  # integers may be too large afterwards
 BLOCK = 1024  # columns whose sum is taken in the dtype of computation
 LANES = 64
 
@@ -150,12 +151,16 @@ class Writer:
                 args.append(arg)
             else:
                 args.append(f"(({self.type_of(common)}){arg})")
-        whole = self.wrap(common) if not is_float and node.operator in ("add", "sub", "mul", "neg", "abs") else "{}"
+        whole = "{}"
+        if not is_float and node.operator in WRAPPED:
+            whole = self.wrap(common)
+            args = args if node.operator == "abs" else [f"((uint64_t){arg})" for arg in args]
         return whole.format(C[node.operator].format(*args, s=self.suffix if is_float else "i"))
 
     def wrap(self, dtype: torch.dtype) -> str:
-        """Integers are computed in 64 bits, and wrap around in their own."""
-        return "{}" if dtype in (torch.int64, torch.bool) else f"(({TYPES[dtype]})({{}}))"
+        """Integers are computed in 64 bits, without a sign, and wrap around in their own: C does not say what becomes of
+        signed ones that are too large, and compilers take it that there are none."""
+        return f"((int64_t)({TYPES[dtype]})({{}}))"
 
     def cast(self, node: Node, dtypes: dict[str, torch.dtype]) -> str:
         (arg,) = node.args
@@ -171,8 +176,8 @@ class Writer:
         if source.is_floating_point and target == torch.float32 and self.is_double:
             return f"round_fp32_d({text})"
         if target in NARROW:
-            return f"round_{NARROW[target]}_{self.suffix}(({self.type}){text})"
-        return f"(({self.type}){text})"
+            return f"round_{NARROW[target]}_{self.suffix}((float){text})"
+        return f"(({self.type}){'(float)' * (target == torch.float32)}{text})"
 
     # Addresses
 
@@ -317,7 +322,7 @@ class Writer:
         return max(slots, default=-1) + 1
 
     def value(self, output: Value) -> str:
-        return output if isinstance(output, str) else self.literal(output, True)
+        return output if isinstance(output, str) else self.literal(output, isinstance(output.value, float))
 
     def c_lines(self, keeps: bool) -> tuple[list[str], tuple[str, ...]]:
         """How c comes about the first time, and what that reads."""

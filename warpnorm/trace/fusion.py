@@ -255,8 +255,8 @@ def _cut(recorder: Recorder, fakes: StandIns | Symbols, result: Any, request: Re
     if not any(isinstance(value, Result) and value.depends_on_norm for value in outputs):
         raise FusionError(f"{norm.line}: no result depends on the norm; return what it gives, or leave it away")
     dtypes = tuple(leaf.dtype for leaf in _first_leaves(leaves, kept, len(outputs)))
-    compute = builder.compute_dtype([norm.c, *outputs])
-    prologue, epilogue = builder.expressions(outputs, compute)
+    compute = builder.compute_dtype([norm.c, *outputs], dtypes)
+    prologue, epilogue = builder.expressions(outputs, dtypes, compute)
     axes: tuple[Axes, ...] = tuple(_axes(source.fake, norm.c.fake) for source in builder.sources)
     if recorder.dropouts:
         axes = (*axes, NUMBER, NUMBER)
@@ -312,10 +312,12 @@ class _Builder:
         self.sources: list[Source] = []
         self._names: dict[tuple[int, str], str] = {}
 
-    def expressions(self, outputs: Sequence[Recorded], compute: torch.dtype) -> tuple[Expression, Expression]:
-        before = self._steps([self.norm.c], {})
+    def expressions(
+        self, outputs: Sequence[Recorded], dtypes: Sequence[torch.dtype], compute: torch.dtype
+    ) -> tuple[Expression, Expression]:
+        before = self._steps([self.norm.c], [compute], {})
         leaves = {id(self.norm.c): Ref("c")} if isinstance(self.norm.c, Result) else {}
-        after = self._steps(outputs, leaves)
+        after = self._steps(outputs, dtypes, leaves)
         names = [operand_name(i) for i in range(len(self.sources))]
         renamed = {}
         if self.has_dropout:
@@ -326,11 +328,14 @@ class _Builder:
         prologue = Expression(given, *_renamed(before, renamed), compute, is_single=True)
         return prologue, Expression(("xhat", "c", *given), *_renamed(after, renamed), compute)
 
-    def compute_dtype(self, values: Sequence[Recorded]) -> torch.dtype:
-        """float64 if anything that the results depend on is."""
-        return compute_dtype([v.fake.dtype for value in values for v in _reached(value, lambda _: True)])
+    def compute_dtype(self, values: Sequence[Recorded], dtypes: Sequence[torch.dtype]) -> torch.dtype:
+        """float64 if a result is, of which `dtypes` are those, or anything that it depends on."""
+        reached = (v.fake.dtype for value in values for v in _reached(value, lambda _: True))
+        return compute_dtype([*reached, *dtypes])
 
-    def _steps(self, roots: Sequence[Recorded], leaves: Mapping[int, Ref]) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
+    def _steps(
+        self, roots: Sequence[Recorded], dtypes: Sequence[torch.dtype], leaves: Mapping[int, Ref]
+    ) -> tuple[tuple[Step, ...], tuple[Any, ...]]:
         steps: list[Step] = []
         found: dict[int, Any] = dict(leaves)
 
@@ -356,7 +361,10 @@ class _Builder:
             found[id(value)] = Ref(steps[-1].name)
             return found[id(value)]
 
-        outputs = tuple(Constant(root, torch.float32) if isinstance(root, Literal) else build(root) for root in roots)
+        outputs = tuple(
+            Constant(root, dtype) if isinstance(root, Literal) else build(root)
+            for root, dtype in zip(roots, dtypes, strict=True)
+        )
         return tuple(steps), outputs
 
     def _operand(self, source: Source) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch._decomp import core_aten_decompositions, get_decompositions
+from torch.utils._python_dispatch import _disable_current_modes
 
 from warpnorm.errors import OperatorError
 
@@ -285,6 +286,12 @@ def is_cast(name: str) -> bool:
 def writes(target: Any) -> bool:
     """Whether the first argument is written to."""
     return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+
+
+def as_kept(value: Any, dtype: torch.dtype) -> float | int | bool:
+    """The number that a tensor of that dtype has of it."""
+    with _disable_current_modes():
+        return torch.tensor(as_number(value, dtype), dtype=dtype, device="cpu").item()
 
 
 def as_number(value: Any, dtype: torch.dtype) -> float | int | bool:

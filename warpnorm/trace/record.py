@@ -14,13 +14,17 @@ from torch.utils.weak import WeakIdKeyDictionary
 from warpnorm.errors import FusionError
 from warpnorm.problem import Literal
 from warpnorm.trace import operators
-from warpnorm.trace.expression import DROPOUT, RELABEL, Constant
+from warpnorm.trace.expression import CAST, DROPOUT, RELABEL, Constant
 from warpnorm.trace.fakes import is_fake, is_pointwise, memory
 
 aten = torch.ops.aten
 # Operators in place whose overloads have other names than those of what gives a new tensor
 INSTEAD = {aten.pow_.Scalar: aten.pow.Tensor_Scalar, aten.pow_.Tensor: aten.pow.Tensor_Tensor}
 OWN_FOLDERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# What PyTorch compares a tensor with has the tensor's dtype
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+AS_TENSOR = {getattr(aten, name).Scalar for name in COMPARISONS} | {aten.hardshrink.default}
+COMPARED = {getattr(aten, name).Tensor for name in COMPARISONS}
 READS_A_VALUE = {
     aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.item.default,
     aten.allclose.default,
@@ -248,7 +252,7 @@ class Recorder(TorchDispatchMode):
         if func is average.default:
             return self._averaged(args)
         if func in operators.FILLED:
-            return Literal.of(operators.as_number(operators.FILLED[func](args), result.dtype))
+            return Literal.of(operators.as_kept(operators.FILLED[func](args), result.dtype))
         if func in operators.EMPTY:
             return Literal.of(0)
         if func is aten.detach.default:  # a view to PyTorch, the end of a gradient to us
@@ -279,6 +283,10 @@ class Recorder(TorchDispatchMode):
                 value = self.value_of(args[0])
                 return value if isinstance(value, Literal) else self._copied(value, result)
             named = (("dtype", kwargs["dtype"]),)
+        if func in AS_TENSOR and len(args) > 1 and args[0].is_floating_point():
+            values = (values[0], Literal.of(operators.as_kept(values[1].value, args[0].dtype)), *values[2:])
+        if func in COMPARED and torch.result_type(*args) == torch.float64:  # a boolean does not say so
+            values = tuple(map(self._widened, args, values))
         if func is relabel.default:
             name, values = RELABEL, values[:1]
         if func is dropout.default:
@@ -294,6 +302,14 @@ class Recorder(TorchDispatchMode):
             named = _nan_to_num_bounds(args, kwargs)
             values = values[:1]
         return _depending(Result(name, values, named, result, user_line(), False))
+
+    def _widened(self, tensor: torch.Tensor, value: Any) -> Any:
+        if tensor.dtype == torch.float64 or not isinstance(value, Source | Result):
+            return value
+        return self._cast(value, tensor.to(torch.float64))
+
+    def _cast(self, value: Recorded, result: torch.Tensor) -> Result:
+        return _depending(Result(CAST, (value,), (("dtype", result.dtype),), result, user_line(), False))
 
     def _copied(self, value: Recorded, result: torch.Tensor) -> Result:
         return _depending(Result("aten.clone.default", (value,), (), result, user_line(), False))
@@ -370,11 +386,14 @@ class Recorder(TorchDispatchMode):
         if func is aten.copy_.default:
             written = self._operation(aten._to_copy.default, (args[1],), {"dtype": target.dtype}, result)
         elif func in (aten.zero_.default, aten.fill_.Scalar):
-            written = Literal.of(operators.as_number(0 if func is aten.zero_.default else args[1], target.dtype))
+            written = Literal.of(operators.as_kept(0 if func is aten.zero_.default else args[1], target.dtype))
         else:
             packet = getattr(aten, func._schema.name.split("::")[1].removesuffix("_"))
             plain = INSTEAD.get(func) or getattr(packet, func._overloadname)
-            written = self._operation(plain, args, kwargs, result)
+            promoted = plain(*args, **kwargs)
+            written = self._operation(plain, args, kwargs, promoted)
+            if promoted.dtype != target.dtype:
+                written = self._cast(written, result)
         self.values[target] = written
         return written
 

@@ -304,3 +304,16 @@ def test_saved_for_backward_is_the_operands_and_two_numbers_a_row(device: str) -
     extra = [tensor for tensor in kept if tensor.data_ptr() not in own]
     assert sum(tensor.numel() for tensor in extra) == 2 * 6
     assert all(tensor.dtype == torch.float32 for tensor in extra)
+
+
+@pytest.mark.parametrize("cols", WIDTHS)
+def test_weights_learn_from_tensors_of_inference_mode(cols: int, device: str) -> None:
+    """As PyTorch's rms_norm does, at the first call and later: a head behind a frozen model."""
+    with torch.inference_mode():
+        features = torch.randn(5, cols, device=device)
+    weight, other = (torch.ones(cols, device=device, requires_grad=True) for _ in range(2))
+    for _ in range(3):
+        warpnorm.rms_norm(features, (cols,), weight).square().sum().backward()
+        warpnorm.rms_norm(features.clone(), (cols,), other).square().sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, other.grad)

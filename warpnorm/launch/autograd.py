@@ -41,6 +41,11 @@ def _saved(call: Call, statistics: Sequence[torch.Tensor]) -> Sequence[torch.Ten
     return statistics[: len(call.norm.saved)]
 
 
+def _kept(operands: Sequence[Any]) -> list[torch.Tensor | None]:
+    """What is saved of operands: autograd refuses tensors of inference mode, of which it then has copies."""
+    return [(o.clone() if o.is_inference() else o) if isinstance(o, torch.Tensor) else None for o in operands]
+
+
 class Normalization(torch.autograd.Function):
     """(flow, call, running, *operands) -> (*outputs, *statistics)."""
 
@@ -55,9 +60,7 @@ class Normalization(torch.autograd.Function):
         if short is not None:
             ctx.call, ctx.kept, operands = short.call, short.kept, tuple(short.of(outputs, operands))
         ctx.numbers = [None if isinstance(o, torch.Tensor) else o for o in operands]
-        ctx.save_for_backward(
-            *(o if isinstance(o, torch.Tensor) else None for o in operands), *_saved(call, statistics)
-        )
+        ctx.save_for_backward(*_kept(operands), *_saved(call, statistics))
         ctx.mark_non_differentiable(*without_gradient(call, outputs), *statistics)
         ctx.set_materialize_grads(False)  # no zeros for the statistics, which have no gradient
         return (*outputs, *statistics)
@@ -82,7 +85,7 @@ class RepeatedNormalization(torch.autograd.Function):
     def forward(ctx: Any, flow: Flow, call: Call, *operands: torch.Tensor) -> torch.Tensor:
         (output,), statistics = flow.forward(call, operands, running=None)
         ctx.flow, ctx.call = flow, call
-        ctx.save_for_backward(*operands, *_saved(call, statistics))
+        ctx.save_for_backward(*_kept(operands), *_saved(call, statistics))
         return output
 
     @staticmethod
@@ -103,7 +106,7 @@ class ChannelNormalization(torch.autograd.Function):
     def forward(ctx: Any, seen: Any, running: Running | None, *operands: torch.Tensor) -> torch.Tensor:
         output, statistics = seen.run(operands, running)
         ctx.seen = seen
-        ctx.save_for_backward(*operands, *_saved(seen.call, statistics))
+        ctx.save_for_backward(*_kept(operands), *_saved(seen.call, statistics))
         return output
 
     @staticmethod
@@ -129,7 +132,7 @@ class NormalizationBackward(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         ctx.call, ctx.wanted = call, wanted
         ctx.numbers = [None if isinstance(t, torch.Tensor) else t for t in tensors]
-        ctx.save_for_backward(*(t if isinstance(t, torch.Tensor) else None for t in tensors))
+        ctx.save_for_backward(*_kept(tensors))
         ctx.set_materialize_grads(False)
         grad_outputs, operands = tensors[: len(call.outputs)], tensors[len(call.outputs) :]
         found = flow.backward(call, operands, grad_outputs, statistics, wanted)  # type: ignore[arg-type]

@@ -522,7 +522,10 @@ struct Normalization : torch::autograd::Function<Normalization> {
     const auto statistics = fresh_statistics(entry, operands[0]);
     auto outputs = run_forward(run, operands, statistics);
     variable_list saved;
-    for (const auto i : entry.saved) saved.push_back(i < 0 ? outputs[-1 - i] : operands[i]);
+    for (const auto i : entry.saved) {
+      const auto& tensor = i < 0 ? outputs[-1 - i] : operands[i];
+      saved.push_back(tensor.is_inference() ? tensor.clone() : tensor);  // autograd refuses those of inference mode
+    }
     saved.insert(saved.end(), statistics.begin(), statistics.begin() + entry.kept_statistics);
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);

@@ -1,6 +1,7 @@
 """Ready-made modules of what is fused most often, each a norm of PyTorch's with something around it, as one kernel: a few
 lines under `fuse`. Parameters and their names are those of the norm; `nn.py` has them beside the drop-in modules."""
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ import torch.nn.functional as F
 from torch.fx import Proxy
 
 from warpnorm import packed, parallel, pipeline
-from warpnorm.errors import InputError
+from warpnorm.errors import InputError, InputTypeError
+from warpnorm.functional import REFUSALS
 from warpnorm.fuse import fuse
 from warpnorm.library import is_sharded
 from warpnorm.trace import symbolic
@@ -26,8 +28,17 @@ class _AddNorm(torch.nn.Module):
             raise InputError(f"dropout is a probability of at least 0 and less than 1, but it is {dropout}")
         self.dropout = dropout
 
-    @fuse
     def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if isinstance(x, Proxy) and (call := symbolic.call_of(self, x, residual)) is not None:
+            return call[0], call[1]
+        try:
+            return self._added(x, residual)
+        except REFUSALS:
+            _check_beside(self, x, Real, residual=residual)
+            raise
+
+    @fuse
+    def _added(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.dropout > 0.0 and self.training:
             x = F.dropout(x, self.dropout)
         h = residual + x
@@ -37,12 +48,12 @@ class _AddNorm(torch.nn.Module):
         return f"{super().extra_repr()}, dropout={self.dropout}"
 
 
-class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):
+class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]
     """h = residual + dropout(x); returns `(layer_norm(h), h)`: what a residual stream needs between two blocks. The
     arguments are those of `torch.nn.LayerNorm`; `dropout` is the probability of an element to be zero in training."""
 
 
-class AddRMSNorm(_AddNorm, torch.nn.RMSNorm):
+class AddRMSNorm(_AddNorm, torch.nn.RMSNorm):  # type: ignore[misc]
     """h = residual + dropout(x); returns `(rms_norm(h), h)`. The arguments are those of `torch.nn.RMSNorm`; `dropout` is the
     probability of an element to be zero in training."""
 
@@ -55,8 +66,17 @@ class GatedRMSNorm(torch.nn.RMSNorm):
         super().__init__(normalized_shape, *args, **kwargs)
         self.norm_before_gate = norm_before_gate
 
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if isinstance(x, Proxy) and (call := symbolic.call_of(self, x, gate)) is not None:
+            return call
+        try:
+            return self._gated(x, gate)
+        except REFUSALS:
+            _check_beside(self, x, gate=gate)
+            raise
+
     @fuse
-    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    def _gated(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         if self.norm_before_gate:
             return F.rms_norm(x, self.normalized_shape, self.weight, self.eps) * F.silu(gate)
         return F.rms_norm(x * F.silu(gate), self.normalized_shape, self.weight, self.eps)
@@ -79,10 +99,46 @@ class AdaLayerNorm(torch.nn.LayerNorm):
         if len(self.normalized_shape) > 1:
             raise InputError(f"AdaLayerNorm: normalizes over one dimension, but normalized_shape is {normalized_shape}")
 
+    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if isinstance(x, Proxy) and (call := symbolic.call_of(self, x, scale, shift)) is not None:
+            return call
+        try:
+            return self._modulated(x, scale, shift)
+        except REFUSALS:
+            _check_beside(self, x, is_by_sample=True, scale=scale, shift=shift)
+            raise
+
     @fuse
-    def forward(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    def _modulated(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
         normalized = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return normalized * (1 + _by_sample(scale, x.ndim)) + _by_sample(shift, x.ndim)
+
+
+def _check_beside(
+    module: torch.nn.Module, x: Any, numbers: type | tuple[()] = (), is_by_sample: bool = False, **others: Any
+) -> None:
+    """Refuses, in a sentence, what a module is given beside its input and does not broadcast against it; it may be one of
+    `numbers`. Asked when a call has been refused, for it takes as long as a tenth of a small one. Whoever traces or
+    transforms the call sees PyTorch's own refusals."""
+    if isinstance(x, Proxy):
+        return
+    name = type(module).__name__
+    for what, value in (("input", x), *others.items()):
+        if not isinstance(value, torch.Tensor) and (value is x or not isinstance(value, numbers)):
+            raise InputTypeError(f"{name}: {what} must be a tensor, but is a {type(value).__name__}") from None
+    if pipeline.is_seen_through((x, *others.values())):
+        return
+    for what, other in others.items():
+        if not isinstance(other, torch.Tensor) or (other.shape == x.shape and other.device == x.device):
+            continue
+        shape = _by_sample(other, x.ndim).shape if is_by_sample else other.shape
+        if any(1 != a != b != 1 for a, b in zip(reversed(shape), reversed(x.shape), strict=False)):
+            raise InputError(
+                f"{name}: {what} has shape {tuple(other.shape)}, but input has shape {tuple(x.shape)}: it must be that one, "
+                "or broadcast against it"
+            ) from None
+        if other.device != x.device and other.ndim > 0:
+            raise InputError(f"{name}: {what} is on {other.device}, but input is on {x.device}") from None
 
 
 def _by_sample(modulation: torch.Tensor, dims: int) -> torch.Tensor:
@@ -93,7 +149,7 @@ def _by_sample(modulation: torch.Tensor, dims: int) -> torch.Tensor:
         raise InputError(
             f"AdaLayerNorm: scale or shift has shape {tuple(modulation.shape)}, but x has {dims} dimensions, so it must be"
             f" (samples, cols), (cols,), or broadcast against x with {dims} dimensions"
-        )
+        ) from None
     return modulation.view(modulation.shape[0], *(1,) * (dims - 2), modulation.shape[-1])
 
 
@@ -174,8 +230,13 @@ class GroupNormSiLU(torch.nn.GroupNorm):
     """`silu(group_norm(x))`, as before each convolution of a diffusion U-Net; the arguments are those of
     `torch.nn.GroupNorm`."""
 
-    @fuse
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if isinstance(input, Proxy) and (call := symbolic.call_of(self, input)) is not None:
+            return call
+        return self._activated(input)
+
+    @fuse
+    def _activated(self, input: torch.Tensor) -> torch.Tensor:
         return F.silu(F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps))
 
 
@@ -189,6 +250,11 @@ class QKNorm(torch.nn.Module):
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        if head_dim < 1 or q_heads < 0 or k_heads < 0:
+            raise InputError(
+                f"QKNorm: head_dim must be positive, q_heads and k_heads not negative, but they are {head_dim}, {q_heads} "
+                f"and {k_heads}"
+            )
         self.head_dim, self.q_heads, self.k_heads, self.eps = head_dim, q_heads, k_heads, eps
         self.q_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
         self.k_weight = torch.nn.Parameter(torch.ones(head_dim, device=device, dtype=dtype))
@@ -262,7 +328,11 @@ class RMSNormFloat8(torch.nn.RMSNorm):
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return self._quantized(x, scale)
+        try:
+            return self._quantized(x, scale)
+        except REFUSALS:
+            _check_beside(self, x, Real, scale=scale)
+            raise
 
     @fuse
     def _quantized(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import warpnorm
 from kernel_contracts.blocks_contract import *  # noqa: F403
 from kernel_contracts.blocks_contract import BLOCKS, COLS, given_to, random_parameters, results
-from warpnorm.errors import InputError
+from warpnorm.errors import InputError, InputTypeError
 
 
 @pytest.fixture
@@ -116,6 +116,43 @@ def test_the_mean_of_all_batches() -> None:
     torch.testing.assert_close(ours.eval()(x), F.relu(theirs.eval()(x)))
 
 
+TWO, THREE = torch.ones(2, 64), torch.ones(3, 64)
+ROWS = (
+    warpnorm.nn.AddRMSNorm, warpnorm.nn.AddLayerNorm, warpnorm.nn.GatedRMSNorm, warpnorm.nn.RMSNormFloat8,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_what_does_not_fit_beside_the_input_is_refused(kind: Any) -> None:
+    """In one sentence: it was PyTorch's, of a tensor that nobody has made."""
+    module, name = kind(64), kind.__name__
+    with pytest.raises(
+        InputError, match=rf"^{name}: \w+ has shape \(3, 64\), but input has shape \(2, 64\): it must be"
+    ):
+        module(TWO, THREE)
+    for given in ((TWO, None), (TWO, "gate"), (None, TWO)):
+        with pytest.raises(InputTypeError, match=rf"^{name}: \w+ must be a tensor, but is a (NoneType|str)$"):
+            module(*given)
+    module(TWO, THREE[:1])
+
+
+@pytest.mark.parametrize("kind", [warpnorm.nn.AddRMSNorm, warpnorm.nn.AddLayerNorm])
+@pytest.mark.parametrize("residual", [THREE, torch.ones(3, 2, 64), torch.ones(3, 1), 0.5], ids=range(4))
+def test_a_residual_may_broadcast(kind: Any, residual: Any) -> None:
+    x = torch.randn(3, 2, 64)[0] if getattr(residual, "ndim", 0) == 3 else torch.randn(3, 64)
+    torch.testing.assert_close(kind(64)(x, residual)[1], x + residual)
+
+
+def test_no_size_is_held_on_to() -> None:
+    """By a look at it, where a module is part of a fused function: each number of rows would be captured anew."""
+    module = warpnorm.nn.AddRMSNorm(64)
+    fused = warpnorm.fuse(lambda x, residual: module(x, residual)[0] * 2)
+    for rows in (2, 3, 4):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(fused(x, x), module(x, x)[0] * 2)
+    assert sum(map(len, fused._captured.values())) == 1
+
+
 def test_queries_are_known_after_a_start_on_meta() -> None:
     with torch.device("meta"):
         module = warpnorm.nn.QKNorm(8, 2, 1)
@@ -146,9 +183,20 @@ def test_packed_heads_are_not_copied() -> None:
         (lambda: warpnorm.nn.RMSNormFloat8(8, float8=torch.float16), "torch.float8_e4m3fn"),
         (lambda: warpnorm.nn.QKNorm(8, 2, 2)(torch.ones(3, 3, 8)), "at least 4 heads, but input has shape (3, 3, 8)"),
         (lambda: warpnorm.nn.QKNorm(8, 2, 2)(torch.ones(3, 6, 4)), "(..., heads, 8)"),
+        (lambda: warpnorm.nn.QKNorm(16, -4, 2), "q_heads and k_heads not negative, but they are 16, -4 and 2"),
+        (lambda: warpnorm.nn.QKNorm(16, 4, -2), "not negative"),
+        (lambda: warpnorm.nn.QKNorm(0, 4, 2), "head_dim must be positive"),
+        (
+            lambda: warpnorm.nn.AdaLayerNorm(8)(torch.ones(2, 3, 8), torch.ones(3, 8), torch.ones(2, 8)),
+            "scale has shape",
+        ),
+        (
+            lambda: warpnorm.nn.AdaLayerNorm(8)(torch.ones(2, 3, 8), torch.ones(2, 8), torch.ones(2, 7)),
+            "shift has shape",
+        ),
         (lambda: warpnorm.nn.BatchNormReLU2d(8)(torch.ones(3, 8)), "expected 4D input"),
     ],
-    ids=range(7),
+    ids=range(12),
 )
 def test_what_cannot_be_is_refused(make: Any, says: str) -> None:
     with pytest.raises((InputError, ValueError)) as caught:

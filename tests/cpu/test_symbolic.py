@@ -92,7 +92,15 @@ def test_fused_functions_stay_fused() -> None:
     torch.testing.assert_close(traced(x, residual), model(x, residual), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("kind", [torch.nn.BatchNorm2d, nn.BatchNorm2d, nn.BatchNormReLU2d])
+@pytest.mark.parametrize("name", ["AddLayerNorm", "AddRMSNorm", "GatedRMSNorm", "GroupNormSiLU", "RMSNormFloat8"])
+def test_a_ready_made_module_that_is_all_there_is(name: str) -> None:
+    """Is the plain PyTorch that it is made of."""
+    make, shapes, _ = MODULES[name]
+    module, given = make(), [torch.randn(shape).abs() for shape in shapes]
+    torch.testing.assert_close(symbolic_trace(module)(*given), module(*given))
+
+
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm2d, nn.BatchNorm2d, nn.BatchNormReLU2d, nn.AdaLayerNorm])
 def test_a_module_that_is_all_there_is(kind: Any) -> None:
     """Is traced inside, as PyTorch's own, and asks for dimensions there: no node could call it."""
     with pytest.raises(torch.fx.proxy.TraceError, match="control flow"):

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Proxy
 
-from warpnorm import packed, parallel, pipeline
+from warpnorm import functional, packed, parallel, pipeline
 from warpnorm.errors import InputError, InputTypeError
 from warpnorm.functional import REFUSALS
-from warpnorm.fuse import fuse
+from warpnorm.fuse import fuse, is_watched
 from warpnorm.library import is_sharded
 from warpnorm.trace import symbolic
 
@@ -153,31 +153,61 @@ def _by_sample(modulation: torch.Tensor, dims: int) -> torch.Tensor:
     return modulation.view(modulation.shape[0], *(1,) * (dims - 2), modulation.shape[-1])
 
 
-class BatchNormReLU2d(torch.nn.BatchNorm2d):
-    """`relu(batch_norm(x))`, or with a residual `relu(batch_norm(x) + residual)`, in training and evaluation; the arguments
-    are those of `torch.nn.BatchNorm2d`. With `momentum=None`, where each batch counts less than the one before, training
-    takes PyTorch's operators one after another. `torch.nn.SyncBatchNorm.convert_sync_batchnorm` takes it for a BatchNorm
-    alone and would drop the rest; `warpnorm.nn.SyncBatchNorm.convert_sync_batchnorm` does not."""
-
+class _BatchNormReLU2d(torch.nn.BatchNorm2d):
     def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """A batch that is refused is not counted, and leaves the running statistics as they are."""
         if isinstance(input, Proxy) and (call := symbolic.call_of(self, input, residual)) is not None:
             return call
         self._check_input_dim(input)
-        if self.momentum is None and self.training and self.track_running_stats:
-            normalized = super().forward(input)
-            return F.relu(normalized if residual is None else normalized + residual)
-        return self._alone(input) if residual is None else self._with(input, residual)
+        counter = self.num_batches_tracked if self.training and self.track_running_stats else None
+        check_counter(counter)
+        momentum = self.momentum
+        if momentum is None:  # the mean of all batches
+            momentum = 0.0 if counter is None else 1.0 / (float(counter) + 1.0)
+        if self.momentum is None and counter is not None:  # a number that changes: not one to capture
+            if residual is not None:
+                _check_beside(self, input, Real, residual=residual)
+            normalized = self._normalized(input, momentum)
+            output = F.relu(normalized if residual is None else normalized + residual)
+        elif residual is None:
+            output = self._alone(input, momentum)
+        else:
+            try:
+                output = self._with(input, residual, momentum)
+            except REFUSALS:
+                _check_beside(self, input, Real, residual=residual)
+                raise
+        if counter is not None:
+            counter.add_(1)
+        return output
+
+    def _normalized(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
+        return functional.batch_norm(*self._given(x, momentum))  # type: ignore[return-value]
+
+    def _given(self, x: torch.Tensor, momentum: float) -> tuple[Any, ...]:
+        """The arguments of a batch norm: without running statistics evaluation too is by those of the batch."""
+        is_averaged = not self.training or self.track_running_stats
+        mean, variance = (self.running_mean, self.running_var) if is_averaged else (None, None)
+        training = self.training or (mean is None and variance is None)
+        return x, mean, variance, self.weight, self.bias, training, momentum, self.eps
 
     @fuse
-    def _alone(self, x: torch.Tensor) -> torch.Tensor:
-        return F.relu(torch.nn.BatchNorm2d.forward(self, x))
+    def _alone(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
+        return F.relu(self._normalized(x, momentum))
 
     @fuse
-    def _with(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return F.relu(torch.nn.BatchNorm2d.forward(self, x) + residual)
+    def _with(self, x: torch.Tensor, residual: torch.Tensor, momentum: float) -> torch.Tensor:
+        return F.relu(self._normalized(x, momentum) + residual)
 
 
-class SyncBatchNormReLU2d(torch.nn.BatchNorm2d):
+class BatchNormReLU2d(_BatchNormReLU2d):
+    """`relu(batch_norm(x))`, or with a residual `relu(batch_norm(x) + residual)`, in training and evaluation; the arguments
+    are those of `torch.nn.BatchNorm2d`. With `momentum=None`, where each batch counts less than the one before, training
+    is not fused: the norm comes first, then the rest. `torch.nn.SyncBatchNorm.convert_sync_batchnorm` takes it for a
+    BatchNorm alone and would drop the rest; `warpnorm.nn.SyncBatchNorm.convert_sync_batchnorm` does not."""
+
+
+class SyncBatchNormReLU2d(_BatchNormReLU2d):
     """`BatchNormReLU2d` of the batch that all ranks of `process_group` (None: all ranks) hold together:
     `relu(batch_norm(x))`, or with a residual `relu(batch_norm(x) + residual)`. In training one collective forward and one
     backward; norm, residual and ReLU are one kernel after it."""
@@ -189,41 +219,19 @@ class SyncBatchNormReLU2d(torch.nn.BatchNorm2d):
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_group = process_group
 
-    def forward(self, input: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        if isinstance(input, Proxy) and (call := symbolic.call_of(self, input, residual)) is not None:
-            return call
-        self._check_input_dim(input)
-        if not self.training and self.running_mean is None:  # by the batch here, as PyTorch's SyncBatchNorm
-            normalized = F.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
-            return F.relu(normalized if residual is None else normalized + residual)
-        is_tracking = self.training and self.track_running_stats and self.num_batches_tracked is not None
-        momentum = self.momentum
-        if momentum is None:  # the mean of all batches
-            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0) if is_tracking else 0.0  # type: ignore[arg-type]
-        if self.momentum is None and is_tracking:  # a number that changes: not one to capture
-            normalized = self._normalized(input, momentum)
-            output = F.relu(normalized if residual is None else normalized + residual)
-        else:
-            output = self._alone(input, momentum) if residual is None else self._with(input, residual, momentum)
-        if is_tracking:
-            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
-        return output
-
     def _normalized(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
-        is_averaged = not self.training or self.track_running_stats
-        mean, variance = (self.running_mean, self.running_var) if is_averaged else (None, None)
-        given = (x, mean, variance, self.weight, self.bias, self.training, momentum, self.eps)
-        if not self.training or parallel.exchange.world_size(self.process_group) == 1:  # a compiler may fuse it then
-            return F.batch_norm(*given)
-        return parallel.batch_norm(*given, group=self.process_group)
+        if not self.training or parallel.exchange.world_size(self.process_group) == 1:
+            return super()._normalized(x, momentum)
+        return parallel.batch_norm(*self._given(x, momentum), group=self.process_group)
 
-    @fuse
-    def _alone(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
-        return F.relu(self._normalized(x, momentum))
 
-    @fuse
-    def _with(self, x: torch.Tensor, residual: torch.Tensor, momentum: float) -> torch.Tensor:
-        return F.relu(self._normalized(x, momentum) + residual)
+def check_counter(counter: torch.Tensor | None) -> None:
+    """Raises what counting would, before the running statistics are written: inside `torch.func`, and of what was made in
+    inference mode."""
+    if counter is None or torch.compiler.is_compiling():
+        return
+    if torch._C._are_functorch_transforms_active() or (not is_watched() and counter.is_inference()):
+        counter.add_(0)
 
 
 class GroupNormSiLU(torch.nn.GroupNorm):

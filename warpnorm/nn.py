@@ -17,6 +17,7 @@ from warpnorm.blocks import (
     QKNorm,
     RMSNormFloat8,
     SyncBatchNormReLU2d,
+    check_counter,
 )
 from warpnorm.errors import InputError
 from warpnorm.trace import symbolic
@@ -73,21 +74,22 @@ class GroupNorm(torch.nn.GroupNorm):
 
 class _BatchNorm(torch.nn.modules.batchnorm._BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As PyTorch's, but a batch that is refused is not counted."""
+        """As PyTorch's, but a batch that is refused is not counted, nor does it change the running statistics."""
         if isinstance(input, Proxy) and (call := symbolic.call_of(self, input)) is not None:
             return call
         self._check_input_dim(input)
-        is_tracking = self.training and self.track_running_stats
+        counter = self.num_batches_tracked if self.training and self.track_running_stats else None
+        check_counter(counter)
         mean, variance = self.running_mean, self.running_var
         if self.training and not self.track_running_stats:
             mean = variance = None
         momentum = 0.0 if self.momentum is None else self.momentum
-        if is_tracking and self.momentum is None and self.num_batches_tracked is not None:
-            momentum = 1.0 / (float(self.num_batches_tracked) + 1.0)  # the mean of all batches
+        if self.momentum is None and counter is not None:
+            momentum = 1.0 / (float(counter) + 1.0)  # the mean of all batches
         training = self.training or (mean is None and variance is None)
         output = self._normalize(input, mean, variance, training, momentum)
-        if is_tracking and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+        if counter is not None:
+            counter.add_(1)
         return output
 
     def _normalize(

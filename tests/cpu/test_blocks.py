@@ -116,6 +116,32 @@ def test_the_mean_of_all_batches() -> None:
     torch.testing.assert_close(ours.eval()(x), F.relu(theirs.eval()(x)))
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("kind", [warpnorm.nn.BatchNormReLU2d, warpnorm.nn.SyncBatchNormReLU2d])
+def test_a_batch_that_is_refused_leaves_no_trace(kind: Any, momentum: float | None) -> None:
+    """As of BatchNorm2d: neither is it counted nor averaged."""
+    module, x = kind(8, momentum=momentum), torch.randn(4, 8, 5, 5)
+    module(x)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    for refused in (
+        (torch.randn(1, 8, 1, 1),), (x[:, :3],), (x.long(),), (x, x[:3]), (x, "residual"), (x, torch.ones(4, 7, 5, 5)),
+    ):  # fmt: skip
+        with pytest.raises(warpnorm.WarpnormError):
+            module(*refused)
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_of_another_dtype(momentum: float | None) -> None:
+    """Batches so small that PyTorch's operators run are taken as large ones are, and as BatchNorm2d takes them."""
+    ours, theirs = warpnorm.nn.BatchNormReLU2d(8, momentum=momentum), warpnorm.nn.BatchNorm2d(8, momentum=momentum)
+    for shape in ((2, 8, 4, 4), (16, 8, 32, 32)):
+        x = torch.randn(shape, dtype=torch.float64)
+        torch.testing.assert_close(ours(x), F.relu(theirs(x)))
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict())
+
+
 TWO, THREE = torch.ones(2, 64), torch.ones(3, 64)
 ROWS = (
     warpnorm.nn.AddRMSNorm, warpnorm.nn.AddLayerNorm, warpnorm.nn.GatedRMSNorm, warpnorm.nn.RMSNormFloat8,

@@ -296,6 +296,23 @@ def test_a_batch_that_is_refused_leaves_no_trace(name: str, momentum: float | No
     assert_equal(list(module.state_dict().values()), list(before.values()))
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("name", [*BATCH, "SyncBatchNorm", "BatchNormReLU2d", "SyncBatchNormReLU2d"])
+def test_a_batch_that_cannot_be_counted_leaves_no_trace(name: str, momentum: float | None) -> None:
+    """Inside `torch.func`, whose gradients may write nothing from outside, and of buffers made in inference mode: running
+    statistics had been averaged before the counter refused."""
+    x = input_of(name if name in BATCH else "BatchNorm2d")
+    module = getattr(warpnorm.nn, name)(4, momentum=momentum)
+    with torch.inference_mode():
+        of_inference = getattr(warpnorm.nn, name)(4, momentum=momentum, affine=False)
+    for one, call in ((module, torch.func.grad(lambda x: module(x).sum())), (of_inference, of_inference)):
+        before = {key: tensor.clone() for key, tensor in one.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"captured Tensor|inference tensor"):
+            call(x)
+        assert_equal(list(one.state_dict().values()), list(before.values()))
+    torch.func.grad(lambda x: module.eval()(x).sum())(x)  # where nothing is counted
+
+
 @by_module
 def test_refuses_other_dimensions_as_pytorch_does(name: str) -> None:
     module, theirs = (

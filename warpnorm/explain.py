@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from warpnorm import folder, pipeline, settings
+from warpnorm import folder, functional, pipeline, settings
 from warpnorm.codegen import pointwise
 from warpnorm.errors import InputError
 from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, is_large_call, leader
 from warpnorm.library import is_sharded
+from warpnorm.norms import GROUP_NORM, TRACKED_NORM
+from warpnorm.parallel import functional as parallel
 from warpnorm.parallel.opened import stand_ins
 from warpnorm.plan import choose, grid
 from warpnorm.plan import device as devices
@@ -27,6 +29,12 @@ from warpnorm.trace import at_hand
 DEFAULT_TARGET = "sm_90"
 NATIVE = "as native code on the CPU"
 NOTHING_RUNS: dict[str, Any] = {"launches": (), "bytes_moved": 0, "least_bytes": 0}
+# Called as they are, not fused: PyTorch's operator is as quick in more cases. Modules are known by where they are written
+ALONE = (
+    functional.layer_norm, functional.rms_norm, functional.batch_norm, functional.group_norm, functional.instance_norm,
+    parallel.layer_norm, parallel.rms_norm, parallel.batch_norm,
+)  # fmt: skip
+MODULES = ("warpnorm.nn", "warpnorm.parallel.modules")
 LAST_TASKS = ", last tasks"  # of pattern `column`, where they have a kernel of their own
 
 
@@ -111,12 +119,21 @@ def explain(
     target: the GPU to plan and compile for, which need not be here: one of sm_80, sm_90, sm_100, gfx942. By default the
         one that the tensors are on, and sm_90 for tensors on a CPU.
     """
+    return explain_call(function, args, kwargs, asm, target, _is_alone(function))
+
+
+def explain_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], asm: bool, target: str | None,
+    is_alone: bool,
+) -> Explanation:  # fmt: skip
+    """`is_alone`: of a norm that is called as it is, which `function` stands for."""
     fused, owner = _fused(function)
     request = fused.request(owner, args, kwargs)
     prepared = fused.prepare(request)
     tensors, on_shards = request.tensors, ""
     if any(map(is_sharded, tensors)):
         prepared, tensors, on_shards = stand_ins(prepared, tensors)
+        is_alone = False
     device_at_hand = leader(tensors).device
     if target is not None and target not in devices.KNOWN:
         raise InputError(f"explain: target is {target!r}, but must be one of {', '.join(devices.KNOWN)}")
@@ -125,8 +142,19 @@ def explain(
     else:
         shown = target or DEFAULT_TARGET
         device = devices.KNOWN[shown]
-    made = _explanation(fused, prepared, tensors, device, shown, device_at_hand, asm, target is None)
+    made = _explanation(fused, prepared, tensors, device, shown, device_at_hand, asm, target is None, is_alone)
     return replace(made, route=made.route + on_shards if on_shards.startswith(",") else on_shards or made.route)
+
+
+def _is_alone(function: Any) -> bool:
+    """Whether it is a norm of ours that was not given to `fuse`, a function or a module."""
+    while type(function) is functools.partial:
+        function = function.func
+    if getattr(function, "__name__", "") == "forward":
+        function = getattr(function, "__self__", function)
+    if isinstance(function, torch.nn.Module):
+        return getattr(type(function).forward, "__module__", None) in MODULES
+    return any(function is known for known in ALONE)
 
 
 def _fused(function: Callable[..., Any]) -> tuple[Fused, Any]:
@@ -145,6 +173,7 @@ def _explanation(
     device_at_hand: torch.device,
     asm: bool,
     is_here: bool,
+    is_alone: bool,
 ) -> Explanation:
     call, operands = arrange(prepared, tensors)
     views = [View.of(operand) for operand in operands] + [View.of(0)] * (2 * prepared.captured.draws)
@@ -173,7 +202,7 @@ def _explanation(
     if is_empty:
         forward = replace(forward, **NOTHING_RUNS)
         backward = replace(backward, **NOTHING_RUNS) if backward is not None else None
-    route = _route(tensors, device_at_hand, call)
+    route = _route(tensors, device_at_hand, call, operands if is_alone else ())
     if route == NATIVE:
         why = pipeline.refusal(call, (*views, *outputs))
         route = f"as plain PyTorch, because native code does not do it: {why}" if why else route
@@ -223,8 +252,17 @@ def _norm(call: Call, dims: int) -> str:
     return f"{call.norm.name}{of}, eps {call.eps:g}"
 
 
-def _route(tensors: Sequence[torch.Tensor], device: torch.device, call: Call) -> str:
+def _route(
+    tensors: Sequence[torch.Tensor], device: torch.device, call: Call, alone: Sequence[torch.Tensor | float]
+) -> str:
+    """`alone` are the operands of a norm that stands alone."""
     is_large = is_large_call(call, tensors)
+    is_small = "its rows are so small that this is quicker"
+    if is_large and alone:
+        input = max((o for o in alone if isinstance(o, torch.Tensor)), key=torch.Tensor.numel)
+        norm = GROUP_NORM if call.norm == TRACKED_NORM else call.norm
+        is_large = pipeline.is_large_input(norm, input, prod(input.shape[max(input.ndim - call.col_dims, 0) :]))
+        is_small = "its operator is as quick where this norm stands alone"
     route = pipeline.route(leader(tensors), *tensors, is_large=is_large)
     if route == "kernels":
         return "by the kernels below"
@@ -236,7 +274,6 @@ def _route(tensors: Sequence[torch.Tensor], device: torch.device, call: Call) ->
     if device.type == "cuda" and not pipeline.has_triton():
         why = pipeline.why_no_triton()
     if device.type == "cpu" and leader(tensors).numel() > 0:
-        is_small = "its rows are so small that this is quicker"
         why = pipeline.why_no_compiler() if is_large and not pipeline.has_compiler() else is_small
     return f"as plain PyTorch, because {why}"
 

@@ -1,5 +1,6 @@
 """`explain`: its fields, its text, bytes counted by hand, and the code of GPUs that are not here; nothing is computed."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 import warpnorm
 from cpu.truth import random
-from warpnorm import FusionError, InputError, InputTypeError, settings
+from warpnorm import FusionError, InputError, InputTypeError, pipeline, settings
 from warpnorm.explain import Direction, Explanation
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM
 
@@ -158,6 +159,48 @@ def test_a_norm_alone() -> None:
     assert found.forward.least_bytes == 2 * 128 + 32
 
 
+def half(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float16)
+
+
+IMAGES = torch.ones(8, 64, 56, 56)
+LARGE = torch.ones(2, 64, 80, 80)
+# A norm of ours, its arguments, and whether native code runs it where it is not fused
+STANDING_ALONE: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
+    "short_rows": (warpnorm.nn.LayerNorm(512), (torch.ones(64, 512),), False),
+    "short_rows_forward": (warpnorm.nn.LayerNorm(512).forward, (torch.ones(64, 512),), False),
+    "short_rows_partial": (partial(warpnorm.layer_norm, normalized_shape=(512,)), (torch.ones(64, 512),), False),
+    "long_rows": (warpnorm.nn.LayerNorm(2048), (torch.ones(64, 2048),), True),
+    "half": (warpnorm.layer_norm, (half(512, 4096), (4096,)), False),
+    "rms": (warpnorm.rms_norm, (half(512, 4096), (4096,)), True),
+    "rms_short": (warpnorm.nn.RMSNorm(128), (torch.ones(64, 128),), True),
+    "batch": (warpnorm.nn.BatchNorm2d(64), (IMAGES,), True),
+    "batch_half": (warpnorm.nn.BatchNorm2d(64).half(), (IMAGES.half(),), False),
+    "batch_evaluation": (warpnorm.nn.BatchNorm2d(64).eval(), (IMAGES,), False),
+    "batch_of_vectors": (warpnorm.nn.BatchNorm1d(1024), (torch.ones(640, 1024),), False),
+    "batch_of_ranks": (warpnorm.nn.SyncBatchNorm(64), (IMAGES,), True),
+    "group": (warpnorm.nn.GroupNorm(8, 64), (IMAGES,), False),
+    "group_large": (warpnorm.nn.GroupNorm(8, 64), (LARGE,), True),
+    "group_last": (warpnorm.nn.GroupNorm(8, 64), (LARGE.to(memory_format=torch.channels_last),), False),
+    "instance": (warpnorm.nn.InstanceNorm2d(64, track_running_stats=True), (LARGE,), True),
+    "fused": (warpnorm.fuse(warpnorm.layer_norm), (torch.ones(64, 512), (512,)), True),
+}
+
+
+@pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+@pytest.mark.parametrize("name", STANDING_ALONE)
+def test_a_norm_alone_says_what_runs(name: str) -> None:
+    """Each was explained as if it were fused, and said to run as native code where PyTorch's operator does."""
+    function, given, is_native = STANDING_ALONE[name]
+    route = warpnorm.explain(function, *given).route
+    with torch.autograd.profiler.profile(use_kineto=False) as seen:
+        function(*given)
+    assert is_native == (not any("norm" in event.name for event in seen.function_events))
+    assert route.startswith(
+        "as native code on the CPU" if is_native else "as plain PyTorch, because its operator is as"
+    )
+
+
 def test_a_fused_method() -> None:
     module = Scaled()
     for function in (module.forward, warpnorm.fuse(module.forward), warpnorm.fuse(module)):
@@ -168,6 +211,13 @@ def test_a_fused_method() -> None:
         assert found.backward is not None, "the weight is a parameter"
     assert warpnorm.explain(module.forward, random((4, 8))).name == "Scaled.forward"
     assert warpnorm.explain(module.forward, random((4, 8))).operands[0] == "x: 4x8 float32, full"
+
+
+def test_ready_made_modules() -> None:
+    for module in (warpnorm.nn.BatchNormReLU2d(8), warpnorm.nn.SyncBatchNormReLU2d(8), warpnorm.nn.GroupNormSiLU(2, 8)):
+        found = warpnorm.explain(module, random((4, 8, 6, 6)))
+        assert len(found.forward.launches) >= 1
+        assert "relu" in found.epilogue or "sigmoid" in found.epilogue or "silu" in found.epilogue
 
 
 def test_what_the_user_calls_things() -> None:

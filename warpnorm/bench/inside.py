@@ -11,7 +11,8 @@ from warpnorm import folder, functional, pipeline, repeat, settings
 from warpnorm.bench import cases
 from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, FORWARD, NHWC, BenchCase, Workload
 from warpnorm.bench.draw import Drawing
-from warpnorm.explain import DEFAULT_TARGET, Explanation, explain
+from warpnorm.bench.rivals import FUNCTIONS
+from warpnorm.explain import DEFAULT_TARGET, Explanation, explain_call
 from warpnorm.plan import device as devices
 from warpnorm.problem import compute_dtype
 from warpnorm.version import VERSION
@@ -59,7 +60,8 @@ def explained(case: BenchCase, target: str | None, asm: bool) -> Explanation:
     if case.direction == BACKWARD:
         full, vectors = ([tensor.requires_grad_() for tensor in tensors] for tensors in (full, vectors))
     buffers = [torch.zeros(shape[workload.parameter_dim], dtype=of_vectors) for _ in range(workload.buffers)]
-    return explain(workload.function, *full, *vectors, *buffers, target=target, asm=asm)
+    given = (*full, *vectors, *buffers)
+    return explain_call(workload.function, given, {}, asm, target, is_alone=workload in FUNCTIONS)
 
 
 def drawn(case: BenchCase, found: Explanation, target: str | None) -> Drawing:

@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "Cases x rivals. Each result is compared with float64 first; what is wrong is not timed. A rival that is not "
         "installed is listed with the reason. Ctrl-C keeps what is done. Fails if we are wrong anywhere.",
         "bench --only rms_norm backward --rivals eager torch.compile", "bench --json results.json --resume",
-        "bench --only layer_norm --shape 8192x16384 --json results.json --update", "bench --quick --fail-below 0.95",
+        "bench --only layer_norm --dtype bf16 --json results.json --update", "bench --quick --fail-below 0.95",
     )  # fmt: skip
     bench.add_argument(
         "--only", metavar="WORD", nargs="+", help="cases whose name holds every word: 'rms backward 4096'"

@@ -1,4 +1,5 @@
-"""How commands end that are interrupted, or whose output cannot be written: in one line, and a status that says so."""
+"""How commands end that are interrupted, or whose output cannot be written: in one line, and a status that says so; and that
+the examples of their help do not."""
 
 import os
 import signal
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from warpnorm.bench import inside, run
+from warpnorm import cli
+from warpnorm.bench import cases, inside, run
 from warpnorm.cli import main
 
 
@@ -57,3 +59,15 @@ def test_an_interrupt_before_the_first_call_ends_the_run_as_one() -> None:
     assert started.returncode == 130, printed
     assert "Traceback" not in printed
     assert "0 failures; seed 7" in printed
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_examples_of_bench_have_cases_anywhere(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One named a shape that only GPUs are measured at, and was refused elsewhere."""
+    with pytest.raises(SystemExit):
+        main(["bench", "--help"])
+    examples = [line.split() for line in capsys.readouterr().out.split("for example")[1].splitlines() if line]
+    assert len(examples) >= 4
+    for words in examples:
+        parsed = cli._parser().parse_args(words[1:])
+        assert cli._selected(parsed, cases.all_cases(device, parsed.quick))

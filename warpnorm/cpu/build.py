@@ -141,6 +141,13 @@ def _build(text: str, path: Path) -> Path:
     return path
 
 
+@cache
+def vector_bytes() -> int:
+    """Of the processor's registers."""
+    features = _processor()
+    return 64 if "avx512f" in features else 32 if "avx2" in features else 16
+
+
 def _command() -> tuple[str, ...]:
     path = compiler()
     assert path is not None

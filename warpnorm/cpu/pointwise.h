@@ -121,6 +121,18 @@ INLINE void unstage_fp16(uint16_t *to, const float *from, int64_t count) {
 
 /* float */
 
+/* Of x, which may be NaN, and a number: NaN or that number, whichever takes one instruction. On x86 that is a choice, on ARM,
+   where a choice takes five if one of both may be NaN, the library's function, which has the number then */
+#ifdef __aarch64__
+INLINE float at_most_f(float x, float most) { return fminf(x, most); }
+INLINE float at_least_f(float x, float least) { return fmaxf(x, least); }
+INLINE float or_nan_f(float r, float x) { return from_bits_f(bits_f(r) | -(uint32_t)(x != x)); }
+#else
+INLINE float at_most_f(float x, float most) { return x > most ? most : x; }
+INLINE float at_least_f(float x, float least) { return x < least ? least : x; }
+INLINE float or_nan_f(float r, float x) { (void)x; return r; }
+#endif
+
 /* e^r of -ln(2)/2 <= r <= ln(2)/2, where y = r + n ln(2) */
 INLINE float exp_rest_f(float y, float n) {
     float r = fmaf(n, -0.693145752f, y);
@@ -134,15 +146,15 @@ INLINE float exp_rest_f(float y, float n) {
     return fmaf(p, r, 1.0f);
 }
 INLINE float power_of_two_f(int32_t n) { return from_bits_f((uint32_t)(n + 127) << 23); }
-INLINE float exp_f(float x) {
-    float y = x > 89.0f ? 89.0f : x;
-    y = y < -104.0f ? -104.0f : y;
+INLINE float exp_of_number_f(float x) {
+    float y = at_least_f(at_most_f(x, 89.0f), -104.0f);
     float n = rintf(y * 1.44269504f);
     float p = exp_rest_f(y, n);
     int32_t whole = (int32_t)n, half = whole >> 1; /* in two steps: the result may be subnormal, or infinite */
     p *= power_of_two_f(half);
     return p * power_of_two_f(whole - half);
 }
+INLINE float exp_f(float x) { return or_nan_f(exp_of_number_f(x), x); }
 /* 1 / d of 1 <= d < 2^126: a first guess is off by an eighth, each step cubes that; a division takes twice as long */
 INLINE float inverse_f(float d) {
     float r = from_bits_f(0x7ef311c7u - bits_f(d));
@@ -152,11 +164,10 @@ INLINE float inverse_f(float d) {
     return fmaf(r, fmaf(e, e, e), r);
 }
 INLINE float sigmoid_f(float x) {
-    float y = x < -87.0f ? -87.0f : x;
-    y = y > 87.0f ? 87.0f : y; /* past these there is nothing to see but zero and one */
+    float y = at_most_f(at_least_f(x, -87.0f), 87.0f); /* past these there is nothing to see but zero and one */
     float n = rintf(y * -1.44269504f);
     float r = inverse_f(fmaf(exp_rest_f(-y, n), power_of_two_f((int32_t)n), 1.0f));
-    return x < -88.0f ? 0.0f : r;
+    return or_nan_f(x < -88.0f ? 0.0f : r, x);
 }
 INLINE float tanh_f(float x) {
     float s = x * x, size = fabsf(x);
@@ -166,12 +177,11 @@ INLINE float tanh_f(float x) {
     p = fmaf(p, s, 1.33314422036e-1f);
     p = fmaf(p, s, -3.33332819422e-1f);
     float near = copysignf(fmaf(p * s, x, x), x);
-    float most = size > 40.0f ? 40.0f : size;
-    float far = copysignf(1.0f - 2.0f * inverse_f(exp_f(2.0f * most) + 1.0f), x);
-    return size < 0.625f ? near : far;
+    float far = copysignf(1.0f - 2.0f * inverse_f(exp_of_number_f(2.0f * at_most_f(size, 40.0f)) + 1.0f), x);
+    return size >= 0.625f ? far : near; /* which is NaN where x is */
 }
 INLINE float erf_f(float x) {
-    float t = fabsf(x), s = x * x;
+    float size = fabsf(x), t = at_most_f(size, 4.0f), s = t * t; /* past which it is one */
     float far = fmaf(-1.72853470e-5f, t, 3.83197126e-4f);
     float u = fmaf(-3.88396438e-3f, t, 2.42546219e-2f);
     far = fmaf(far, s, u);
@@ -179,7 +189,7 @@ INLINE float erf_f(float x) {
     far = fmaf(far, t, -6.34846687e-1f);
     far = fmaf(far, t, -1.28717512e-1f);
     far = fmaf(far, t, -t);
-    far = copysignf(1.0f - exp_f(far), x);
+    far = copysignf(1.0f - exp_of_number_f(far), x);
     float near = -5.96761703e-4f;
     near = fmaf(near, s, 4.99119423e-3f);
     near = fmaf(near, s, -2.67681349e-2f);
@@ -187,7 +197,7 @@ INLINE float erf_f(float x) {
     near = fmaf(near, s, -3.76125336e-1f);
     near = fmaf(near, s, 1.28379166e-1f);
     near = fmaf(near, x, x);
-    return t > 4.0f ? copysignf(1.0f, x) : t > 0.927734375f ? far : near;
+    return size > 0.927734375f ? far : near;
 }
 
 /* what the C library has; erf and tanh of double too. VECTOR_MATH: it has them for whole vectors, off by four units in the

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from warpnorm.cpu.gradients import OfGradients, is_costly
-from warpnorm.cpu.writer import LANES, Writer, laid_out, renamed
+from warpnorm.cpu.writer import BLOCK, Writer, laid_out, renamed
 from warpnorm.problem import ALONG, BY_ROW, COLUMN, GROUP, SCALAR, TILES, BackwardProblem, ForwardProblem, Operand
 
 FLUSHED = 64  # rows whose sum is taken in the dtype of computation
@@ -128,15 +128,15 @@ class _Rows(Writer):
     def sum_in_lanes(self, inside: Sequence[str], sums: Sequence[str]) -> None:
         """A whole block in many sums, one beside the other: one alone would wait for every addition before the next."""
         self.add(f"if (stop - start == {self.block}) {{")
-        self.add(*(f"{self.type} {name}_lanes[{LANES}] = {{0}};" for name in sums))
-        self.add(f"for (int64_t i = start; i < stop; i += {LANES}) {{", "#pragma omp simd")
-        self.add(f"for (int64_t k = 0; k < {LANES}; k++) {{", "const int64_t j = i + k;")
+        self.add(*(f"{self.type} {name}_lanes[{self.lanes}] = {{0}};" for name in sums))
+        self.add(f"for (int64_t i = start; i < stop; i += {self.lanes}) {{", "#pragma omp simd")
+        self.add(f"for (int64_t k = 0; k < {self.lanes}; k++) {{", "const int64_t j = i + k;")
         for line in inside:
             for name in sums:
                 line = re.sub(rf"\b{name} \+=", f"{name}_lanes[k] +=", line)
             self.add(line)
         self.add(
-            "}", "}", f"#pragma omp simd reduction(+ : {', '.join(sums)})", f"for (int64_t k = 0; k < {LANES}; k++) {{"
+            "}", "}", f"#pragma omp simd reduction(+ : {', '.join(sums)})", f"for (int64_t k = 0; k < {self.lanes}; k++) {{"
         )
         self.add(*(f"{name} += (double){name}_lanes[k];" for name in sums), "}", "} else {")
 
@@ -193,7 +193,7 @@ class _Forward(_Rows):
         self.begin_line(names)
         self.walk(
             names, [*lines, deviation, "off += deviation;", "squares += deviation * deviation;"], ["off", "squares"],
-            waiting=self.block, pivot=lines,
+            waiting=BLOCK, pivot=lines,
         )  # fmt: skip
         self.add("}")
         self.add(f"if (waiting > 0) {self.join()}")

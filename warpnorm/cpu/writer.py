@@ -8,6 +8,7 @@ import torch
 
 from warpnorm.codegen import expressions
 from warpnorm.codegen.pointwise import graphs_of, loaded
+from warpnorm.cpu import build
 from warpnorm.problem import (
     COLUMN,
     FULL,
@@ -44,7 +45,6 @@ TYPES = {
 NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 WRAPPED = ("add", "sub", "mul", "neg", "abs")  # integers may be too large afterwards
 BLOCK = 1024  # columns whose sum is taken in the dtype of computation
-LANES = 64
 
 
 @cache
@@ -102,6 +102,10 @@ class Writer:
         self.type, self.suffix = ("double", "d") if self.is_double else ("float", "f")
         self.wide = "long double" if self.is_double else "double"
         self.block = BLOCK // 8 if self.is_double else BLOCK
+        # Sums beside each other, four vectors of each kind: one alone would wait for every addition, more than that do not
+        # stay in registers
+        self.lanes = build.vector_bytes()
+        self.tile = build.vector_bytes() // 2
         self.loaded = loaded(problem)
         self.prologue = renamed(problem.prologue, "c_")
         self.sizes = len(problem.size_divisors)

@@ -284,9 +284,12 @@ class Fused:
             known = []
         self._captured[kind] = [*known, captured]
         if sum(map(len, self._captured.values())) == MANY_CAPTURES:
+            lengths = len({sizes[-1:] for _, views in self._captured for *_, sizes in views[:1]})
+            instead = "a number that changes from call to call is a constant: pass it as a tensor"
+            if lengths > MANY_CAPTURES // 2:
+                instead = f"each of the {lengths} sizes of the last dimension is one: let there be fewer, if you can"
             warnings.warn(
-                f"{self!r} was captured {MANY_CAPTURES} times, each time for other dtypes, layouts or constants; a number "
-                "that changes from call to call is a constant: pass it as a tensor",
+                f"{self!r} was captured {MANY_CAPTURES} times, each time for other dtypes, sizes or constants; {instead}",
                 stacklevel=5,
             )
         return captured

@@ -209,3 +209,13 @@ def test_modes_see_the_functions(x: torch.Tensor) -> None:
         torch.testing.assert_close(fused(x), expected * 2)
     with torch.device("meta"):
         torch.testing.assert_close(fused(x), expected)
+
+
+def test_many_captures_are_told_with_their_reason() -> None:
+    of_numbers, of_sizes = warpnorm.fuse(lambda x, factor: norm(x) * factor), warpnorm.fuse(norm)
+    with pytest.warns(UserWarning, match="captured 32 times.*pass it as a tensor"):
+        for factor in range(32):
+            of_numbers(torch.ones(2, COLS), float(factor))
+    with pytest.warns(UserWarning, match="captured 32 times.*32 sizes of the last dimension"):
+        for cols in range(COLS, COLS + 32):
+            of_sizes(torch.ones(2, cols))

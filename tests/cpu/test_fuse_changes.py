@@ -211,11 +211,14 @@ def test_modes_see_the_functions(x: torch.Tensor) -> None:
         torch.testing.assert_close(fused(x), expected)
 
 
+def call_often(function: Callable[..., Any], *calls: tuple[Any, ...]) -> None:
+    for call in calls:
+        function(*call)
+
+
 def test_many_captures_are_told_with_their_reason() -> None:
-    of_numbers, of_sizes = warpnorm.fuse(lambda x, factor: norm(x) * factor), warpnorm.fuse(norm)
-    with pytest.warns(UserWarning, match="captured 32 times.*pass it as a tensor"):
-        for factor in range(32):
-            of_numbers(torch.ones(2, COLS), float(factor))
-    with pytest.warns(UserWarning, match="captured 32 times.*32 sizes of the last dimension"):
-        for cols in range(COLS, COLS + 32):
-            of_sizes(torch.ones(2, cols))
+    numbers = [(torch.ones(2, COLS), float(factor)) for factor in range(32)]
+    with pytest.warns(UserWarning, match=r"captured 32 times.*pass it as a tensor"):
+        call_often(warpnorm.fuse(lambda x, factor: norm(x) * factor), *numbers)
+    with pytest.warns(UserWarning, match=r"captured 32 times.*32 sizes of the last dimension"):
+        call_often(warpnorm.fuse(norm), *((torch.ones(2, cols),) for cols in range(COLS, COLS + 32)))

@@ -42,7 +42,12 @@ class _AddNorm(torch.nn.Module):
         if self.dropout > 0.0 and self.training:
             x = F.dropout(x, self.dropout)
         h = residual + x
-        return super().forward(h), h
+        return self._normalized(h), h
+
+    def _normalized(self, h: torch.Tensor) -> torch.Tensor:
+        """By our own functions, here and below: PyTorch's take no weights of fewer bits than the input has, whichever of the
+        two a call runs as."""
+        raise NotImplementedError
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, dropout={self.dropout}"
@@ -52,10 +57,16 @@ class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]
     """h = residual + dropout(x); returns `(layer_norm(h), h)`: what a residual stream needs between two blocks. The
     arguments are those of `torch.nn.LayerNorm`; `dropout` is the probability of an element to be zero in training."""
 
+    def _normalized(self, h: torch.Tensor) -> torch.Tensor:
+        return functional.layer_norm(h, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[return-value]
+
 
 class AddRMSNorm(_AddNorm, torch.nn.RMSNorm):  # type: ignore[misc]
     """h = residual + dropout(x); returns `(rms_norm(h), h)`. The arguments are those of `torch.nn.RMSNorm`; `dropout` is the
     probability of an element to be zero in training."""
+
+    def _normalized(self, h: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(h, self.normalized_shape, self.weight, self.eps)  # type: ignore[return-value]
 
 
 class GatedRMSNorm(torch.nn.RMSNorm):
@@ -110,7 +121,7 @@ class AdaLayerNorm(torch.nn.LayerNorm):
 
     @fuse
     def _modulated(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        normalized = F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        normalized: Any = functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
         return normalized * (1 + _by_sample(scale, x.ndim)) + _by_sample(shift, x.ndim)
 
 
@@ -245,7 +256,8 @@ class GroupNormSiLU(torch.nn.GroupNorm):
 
     @fuse
     def _activated(self, input: torch.Tensor) -> torch.Tensor:
-        return F.silu(F.group_norm(input, self.num_groups, self.weight, self.bias, self.eps))
+        normalized: Any = functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+        return F.silu(normalized)
 
 
 class QKNorm(torch.nn.Module):

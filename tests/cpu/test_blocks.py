@@ -247,3 +247,26 @@ def test_a_modulation_for_all_for_samples_and_for_tokens(shape: tuple[int, ...])
 def test_a_modulation_that_fits_nowhere_is_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(InputError, match="x has 4 dimensions, so it must be"):
         warpnorm.nn.AdaLayerNorm(8)(torch.randn(3, 5, 2, 8), torch.randn(shape), torch.randn(3, 8))
+
+
+@pytest.mark.parametrize(("narrow", "wide"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)], ids=str)
+@pytest.mark.parametrize("cols", [16, 64, 2048])
+def test_parameters_of_fewer_bits_than_the_input(cols: int, narrow: torch.dtype, wide: torch.dtype) -> None:
+    """Small inputs run as plain PyTorch, whose operators refuse them; what a call takes must not depend on its size."""
+    nn = warpnorm.nn
+    x, other = torch.randn(2, 8, cols, dtype=wide), torch.randn(8, cols, dtype=wide)
+    calls: dict[str, tuple[torch.nn.Module, tuple[torch.Tensor, ...]]] = {
+        "AddLayerNorm": (nn.AddLayerNorm(cols, dtype=narrow), (x[0], other)),
+        "AddRMSNorm": (nn.AddRMSNorm(cols, dtype=narrow), (x[0], other)),
+        "AdaLayerNorm": (nn.AdaLayerNorm(cols, elementwise_affine=True, dtype=narrow), (x, other[:2], other[2:4])),
+        "GroupNormSiLU": (nn.GroupNormSiLU(4, 8, dtype=narrow), (x,)),
+        "BatchNormReLU2d": (nn.BatchNormReLU2d(8, dtype=narrow), (x[..., None],)),
+    }
+    for name, (module, given) in calls.items():
+        random_parameters(module)
+        found, wanted = module(*given), copy.deepcopy(module).to(wide)(*given)
+        torch.testing.assert_close(found, wanted, msg=name)
+        if name != "BatchNormReLU2d":  # which needs a batch, and counts
+            module(*(tensor[:0] for tensor in given))
+            torch.func.jvp(module, given, given)
+            torch.testing.assert_close(torch.compile(module, backend="aot_eager")(*given), wanted, msg=name)

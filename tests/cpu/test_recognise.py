@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from cpu.test_patch import COLS, OfWeight, Root, rows
+from cpu.test_patch import COLS, CentredNorm, GatedAfter, GatedBefore, OfWeight, PlusOne, Root, both, rows
 
 
 def rms(module: Any, x: torch.Tensor) -> torch.Tensor:
@@ -60,16 +61,186 @@ def test_an_unbiased_variance_of_many_columns_is_seen() -> None:
     assert warpnorm.patch(module).swapped == ()
 
 
+def with_weight(change: Callable[[torch.Tensor], torch.Tensor]) -> torch.nn.Module:
+    return of(lambda s, x: rms(SimpleNamespace(eps=s.eps, weight=change(s.weight)), x))
+
+
+class ChangedNorm(CentredNorm):
+    """A LayerNorm whose bias, or weight, is changed before use."""
+
+    def __init__(self, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.name, self.change = name, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parameters = {"alpha": self.alpha, "beta": self.beta}
+        parameters[self.name] = self.change(parameters[self.name])
+        return CentredNorm.forward(SimpleNamespace(**parameters), x)  # type: ignore[arg-type]
+
+
+class Plus(torch.nn.Module):
+    """Gemma's, of a weight above -1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.zeros(COLS)), 1e-6
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms(SimpleNamespace(eps=self.eps, weight=1 + self.weight.clamp(min=-1)), x)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "abs": torch.abs,
+    "relu": torch.relu,
+    "leaky": lambda p: F.leaky_relu(p, 0.5),
+    "not_negative": lambda p: p.clamp(min=0),
+    "clamped": lambda p: p.clamp(-2, 2),
+    "clamped_far_out": lambda p: p.clamp(-1e5, 1e5),
+    "not_small": lambda p: torch.where(p.abs() < 0.01, p * 0, p),
+    "not_zero": lambda p: torch.where(p == 0, torch.ones_like(p), p),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_parameters_that_are_changed_before_use(name: str) -> None:
+    """Ones of which the usual values, about one, are what they were."""
+    change = CHANGES[name]
+    for module in (with_weight(change), ChangedNorm("alpha", change), ChangedNorm("beta", change)):
+        report = warpnorm.patch(module)
+        assert report.swapped == ()
+        assert "something else than a norm where parameters are" in report.left[0].what
+
+
+def test_an_offset_does_not_hide_a_clamp() -> None:
+    assert warpnorm.patch(Plus()).swapped == ()
+
+
+AROUND: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
+    "clamped": (lambda s, x: rms(s, x.clamp(-1e4, 1e4)), "inputs are large"),
+    "of_halves": (lambda s, x: rms(s, x.clamp(-65504, 65504)), "inputs are large"),
+    "below": (lambda s, x: rms(s, x.clamp(max=1e6)), "inputs are large"),
+    "variance": (
+        lambda s, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True).clamp(max=1e12) + s.eps) * s.weight,
+        "inputs are large",
+    ),
+    "output": (lambda s, x: rms(s, x).clamp(-100, 100), "parameters are large"),
+    "of_numbers": (lambda s, x: torch.nan_to_num(rms(s, x)), "inputs are NaN or infinite"),
+    "numbers_first": (lambda s, x: rms(s, torch.nan_to_num(x)), "inputs are NaN or infinite"),
+    "nan_alone": (
+        lambda s, x: rms(s, torch.where(x.isnan(), torch.zeros_like(x), x)), "inputs are NaN or infinite"
+    ),
+    "to_finite": (
+        lambda s, x: rms(s, x.clamp(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max)), "inputs are NaN or infinite"
+    ),
+    "gates": (lambda s, x, gate: rms(s, x) * F.silu(gate.clamp(-1e4, 1e4)), "gates are large"),
+    "gates_of_numbers": (
+        lambda s, x, gate: rms(s, x * F.silu(torch.nan_to_num(gate))), "gates are NaN or infinite"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around_a_norm_is_seen_and_named(name: str) -> None:
+    forward, where = AROUND[name]
+    report = warpnorm.patch(of(forward))
+    assert report.swapped == ()
+    assert report.left[0].what == f"it computes something else than a norm where {where}"
+
+
+@pytest.mark.parametrize("is_rounded", [True, False])
+def test_what_is_something_else_in_16_bits_is_named(is_rounded: bool) -> None:
+    def forward(s: Any, x: torch.Tensor) -> torch.Tensor:
+        if is_rounded:  # a small difference of two that are large
+            mean = x.mean(-1, keepdim=True)
+            variance = (x.pow(2).mean(-1, keepdim=True) - mean.pow(2)).clamp(min=0)
+            return (x - mean) * torch.rsqrt(variance + s.eps) * s.weight
+        return rms(s, x) * (1.0 if x.dtype == torch.float32 else 2.0)
+
+    said = "or rounds on the way, where inputs are bfloat16 and parameters float32"
+    assert warpnorm.patch(of(forward)).left[0].what == f"it computes something else than a norm, {said}"
+
+
+def test_dtypes_by_no_rule_are_named_as_such() -> None:
+    report = warpnorm.patch(of(lambda s, x: rms(s, x).double()))
+    assert report.left[0].what == "the dtype of its result follows none of the rules known"
+
+
+@pytest.mark.parametrize("cols", [2, 3, 64, 4096])
+@pytest.mark.parametrize("kind", [Root, PlusOne, OfWeight, GatedBefore, GatedAfter])
+def test_plain_norms_of_any_width_are_found(kind: Any, cols: int) -> None:
+    assert len(warpnorm.patch(kind(dim=cols)).swapped) == 1
+
+
+@pytest.mark.parametrize("route", ["reference", "auto"])
+def test_plain_norms_are_found_by_any_route(route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WARPNORM_ROUTE", route)
+    for module in (Root(), PlusOne(), CentredNorm(), WideLayerNorm(COLS), GatedBefore(), GatedAfter(), PixelNorm()):
+        assert len(warpnorm.patch(module).swapped) == 1, module
+
+
+class PixelNorm(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-8)
+
+
+class CentredPixelNorm(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x - x.mean(1, keepdim=True)
+        return x / (x.pow(2).mean(1, keepdim=True) + 1e-5).sqrt()
+
+
+class PixelNormOfDim(PixelNorm):
+    """An attribute that is called as a width often is, and is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dim = 1
+
+
+class DensePixelNorm(PixelNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).contiguous()
+
+
+@pytest.mark.parametrize("is_channels_last", [False, True])
+@pytest.mark.parametrize("kind", [PixelNorm, CentredPixelNorm, PixelNormOfDim, DensePixelNorm])
+def test_channels_are_those_of_images_too(kind: Any, is_channels_last: bool) -> None:
+    """Of two dimensions the channels are the last one; that alone is no reason to leave images as they are."""
+    module, twin = kind(), kind()
+    report = warpnorm.patch(module)
+    assert report.swapped[0].what.endswith("norm over channels")
+    assert type(module).recipe.ndims == (2, 3, 4, 5)  # type: ignore[attr-defined]
+    for shape in ((4, COLS), (2, COLS, 5), (2, COLS, 5, 6), (2, COLS, 3, 4, 5)):
+        x = torch.randn(shape)
+        x = x.movedim(1, -1).contiguous().movedim(-1, 1) if is_channels_last else x
+        for found, right in zip(both(module, (x,)), both(twin, (x,)), strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-5)
+        assert module(x).stride() == twin(x).stride()
+    with pytest.raises(IndexError):
+        module(torch.randn(COLS))
+
+
+def test_channels_of_images_compiled() -> None:
+    module, x = PixelNorm(), torch.randn(2, COLS, 5, 6)
+    right = module(x)
+    warpnorm.patch(module)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), right, rtol=1e-5, atol=1e-5)
+    assert compiled(x).stride() == right.stride()
+
+
 class ByDims(torch.nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if x.ndim == 4 else super().forward(x)
 
 
 def test_dimensions_that_mean_something_else() -> None:
-    """Are those of the module itself."""
+    """Of four dimensions it norms the channels, of others the last one."""
     module = ByDims(COLS)
     twin = copy.deepcopy(module)
-    warpnorm.patch(module)
+    report = warpnorm.patch(module)
+    assert report.swapped[0].what == "layer_norm with weight and bias over channels of inputs of 4 dimensions"
     for shape in ((2, COLS), (2, 3, COLS), (2, COLS, 5, COLS), (2, COLS, 5, 7)):
         x = torch.randn(shape)
         torch.testing.assert_close(module(x), twin(x))
@@ -94,7 +265,7 @@ def test_arguments_that_look_like_others() -> None:
 
 def test_modules_that_differ_inside() -> None:
     def forward(s: Any, x: torch.Tensor) -> torch.Tensor:
-        return rms(s, x) * (1 + s.weight) / s.weight if s._plus else rms(s, x)
+        return rms(SimpleNamespace(eps=s.eps, weight=s.weight + 1 if s._plus else s.weight), x)
 
     one = of(forward, _plus=False)
     model = torch.nn.Sequential(one, copy.deepcopy(one))

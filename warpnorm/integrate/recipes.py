@@ -14,25 +14,27 @@ LAYER, RMS = "layer_norm", "rms_norm"
 INPUT, WEIGHT, PROMOTED, WITH_GATE, SINGLE = "input", "weight", "promoted", "with the gate", "float32"
 # A gate: silu(gate) times what comes into the norm, or what comes out of it
 BEFORE, AFTER = "before", "after"
+# How a result over channels lies in memory: as it comes, as the input does, or contiguous whatever the input
+ANYHOW, ALIKE, DENSE = "anyhow", "alike", "dense"
 
 USUAL_DIMS = 3  # (batch, sequence, hidden): who has a recipe for less has to be told
 
 
 class Recipe(NamedTuple):
     """`weight` and `bias` are names of parameters, or none; `offset` is added to the weight. `eps` is the name of an
-    attribute, or a number. `is_by_channel`: over the dimension 1 of (N, C, H, W) instead of the last; `is_contiguous`: its
-    result is, whatever the input. `ndims`: of inputs that it was found by; others are the module's own affair."""
+    attribute, or a number. `ndims`: of inputs that it was found by; others are the module's own affair. `by_channel`: those
+    of them that are normed over dimension 1, as (N, C, H, W) is, instead of the last; `layout`: how these results lie."""
 
     norm: str
     weight: str | None
     bias: str | None
     eps: str | float
     offset: float = 0.0
-    is_by_channel: bool = False
     gate: str | None = None
     result: str = INPUT
-    is_contiguous: bool = False
     ndims: tuple[int, ...] = ()
+    by_channel: tuple[int, ...] = ()
+    layout: str = ANYHOW
 
     def __str__(self) -> str:
         words = [self.norm]
@@ -40,10 +42,11 @@ class Recipe(NamedTuple):
             words.append("of x * silu(gate)" if self.gate == BEFORE else "* silu(gate)")
         if self.weight:
             words.append(f"with {'1 + ' if self.offset else ''}{self.weight}{f' and {self.bias}' if self.bias else ''}")
-        if self.is_by_channel:
-            words.append("over channels")
+        if self.by_channel:
+            is_mixed = any(ndim not in self.by_channel for ndim in self.ndims if ndim >= USUAL_DIMS)
+            words.append(f"over channels{f' of inputs of {_either(self.by_channel)} dimensions' if is_mixed else ''}")
         elif self.ndims and max(self.ndims) < USUAL_DIMS:
-            words.append(f"of inputs of {' or '.join(map(str, self.ndims))} dimensions")
+            words.append(f"of inputs of {_either(self.ndims)} dimensions")
         return " ".join(words)
 
     def run(self, module: torch.nn.Module, x: torch.Tensor, gate: torch.Tensor | None = None) -> torch.Tensor:
@@ -67,7 +70,9 @@ class Recipe(NamedTuple):
     def _alone(
         self, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
-        if self.is_by_channel:
+        is_by_channel = x.ndim in self.by_channel
+        is_dense = self.layout == DENSE or (self.layout == ALIKE and x.is_contiguous())
+        if is_by_channel:
             x = x.movedim(1, -1)
         cols = x.shape[-1:]
         if self.norm == LAYER:
@@ -75,8 +80,10 @@ class Recipe(NamedTuple):
         else:
             found = functional.rms_norm(x, cols, weight, eps, weight_offset=self.offset)
         assert isinstance(found, torch.Tensor)
-        found = found.movedim(-1, 1) if self.is_by_channel else found
-        return found.contiguous() if self.is_contiguous else found
+        if not is_by_channel:
+            return found
+        found = found.movedim(-1, 1)
+        return found.contiguous() if is_dense else found
 
     def _dtype(self, x: torch.Tensor, gate: torch.Tensor | None, weight: torch.Tensor | None) -> torch.dtype:
         dtype = x.dtype
@@ -88,6 +95,10 @@ class Recipe(NamedTuple):
         if self.result == WEIGHT and weight is not None and dtype != torch.float64:
             return weight.dtype
         return dtype
+
+
+def _either(ndims: tuple[int, ...]) -> str:
+    return " or ".join(map(str, ndims))
 
 
 @fuse

@@ -127,7 +127,9 @@ class _Across(Writer):
         self.add(f"for (int64_t start = from; start < until; start += {block}) {{")
         self.add(f"const int64_t stop = start + {block} < until ? start + {block} : until;")
         self.add("const double count = (double)(stop - start), before = (double)(start - from);", "(void)before;")
-        self.add(f"for (int64_t tile = 0; tile < width; tile += {self.tile}) {{", f"if (tile + {self.tile} <= width) {{")
+        self.add(
+            f"for (int64_t tile = 0; tile < width; tile += {self.tile}) {{", f"if (tile + {self.tile} <= width) {{"
+        )
         for limit in (str(self.tile), "width - tile"):
             self.add(*(f"double {name}[{self.tile}] = {{0}};" for name in sums))
             self.add("for (int64_t col = start; col < stop; col++) {")

@@ -136,7 +136,10 @@ class _Rows(Writer):
                 line = re.sub(rf"\b{name} \+=", f"{name}_lanes[k] +=", line)
             self.add(line)
         self.add(
-            "}", "}", f"#pragma omp simd reduction(+ : {', '.join(sums)})", f"for (int64_t k = 0; k < {self.lanes}; k++) {{"
+            "}",
+            "}",
+            f"#pragma omp simd reduction(+ : {', '.join(sums)})",
+            f"for (int64_t k = 0; k < {self.lanes}; k++) {{",
         )
         self.add(*(f"{name} += (double){name}_lanes[k];" for name in sums), "}", "} else {")
 

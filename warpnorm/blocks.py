@@ -45,8 +45,6 @@ class _AddNorm(torch.nn.Module):
         return self._normalized(h), h
 
     def _normalized(self, h: torch.Tensor) -> torch.Tensor:
-        """By our own functions, here and below: PyTorch's take no weights of fewer bits than the input has, whichever of the
-        two a call runs as."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:
@@ -58,7 +56,7 @@ class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]
     arguments are those of `torch.nn.LayerNorm`; `dropout` is the probability of an element to be zero in training."""
 
     def _normalized(self, h: torch.Tensor) -> torch.Tensor:
-        return functional.layer_norm(h, self.normalized_shape, self.weight, self.bias, self.eps)  # type: ignore[return-value]
+        return F.layer_norm(h, self.normalized_shape, *_widened(h, self.weight, self.bias, self.eps))
 
 
 class AddRMSNorm(_AddNorm, torch.nn.RMSNorm):  # type: ignore[misc]
@@ -66,7 +64,7 @@ class AddRMSNorm(_AddNorm, torch.nn.RMSNorm):  # type: ignore[misc]
     probability of an element to be zero in training."""
 
     def _normalized(self, h: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(h, self.normalized_shape, self.weight, self.eps)  # type: ignore[return-value]
+        return F.rms_norm(h, self.normalized_shape, self.weight, self.eps)
 
 
 class GatedRMSNorm(torch.nn.RMSNorm):
@@ -121,8 +119,19 @@ class AdaLayerNorm(torch.nn.LayerNorm):
 
     @fuse
     def _modulated(self, x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        normalized: Any = functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+        normalized = F.layer_norm(x, self.normalized_shape, *_widened(x, self.weight, self.bias, self.eps))
         return normalized * (1 + _by_sample(scale, x.ndim)) + _by_sample(shift, x.ndim)
+
+
+def _widened(x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float) -> Any:
+    """Parameters of at least as many bits as the input: PyTorch's operators, which run small inputs, take no others."""
+
+    def wide(parameter: torch.Tensor | None) -> torch.Tensor | None:
+        is_known = parameter is not None and not isinstance(x, Proxy)
+        is_narrow = is_known and parameter.dtype.itemsize < x.dtype.itemsize  # type: ignore[union-attr]
+        return parameter.to(x.dtype) if is_narrow else parameter  # type: ignore[union-attr]
+
+    return wide(weight), wide(bias), eps
 
 
 def _check_beside(
@@ -193,7 +202,15 @@ class _BatchNormReLU2d(torch.nn.BatchNorm2d):
         return output
 
     def _normalized(self, x: torch.Tensor, momentum: float) -> torch.Tensor:
-        return functional.batch_norm(*self._given(x, momentum))  # type: ignore[return-value]
+        """Compiled, by PyTorch's operator where it takes the dtypes: an export would keep what ours asserts of a result that
+        is replaced by the fused one."""
+        given: Any = self._given(x, momentum)
+        if not torch.compiler.is_compiling():
+            return functional.batch_norm(*given)  # type: ignore[return-value]
+        dtypes = {tensor.dtype for tensor in given[1:5] if tensor is not None}
+        is_taken = dtypes <= {x.dtype} or (dtypes == {torch.float32} and x.dtype in (torch.float16, torch.bfloat16))
+        norm: Any = F.batch_norm if is_taken else functional.batch_norm
+        return norm(*given)
 
     def _given(self, x: torch.Tensor, momentum: float) -> tuple[Any, ...]:
         """The arguments of a batch norm: without running statistics evaluation too is by those of the batch."""
@@ -256,8 +273,7 @@ class GroupNormSiLU(torch.nn.GroupNorm):
 
     @fuse
     def _activated(self, input: torch.Tensor) -> torch.Tensor:
-        normalized: Any = functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
-        return F.silu(normalized)
+        return F.silu(F.group_norm(input, self.num_groups, *_widened(input, self.weight, self.bias, self.eps)))
 
 
 class QKNorm(torch.nn.Module):

@@ -285,7 +285,7 @@ class Recorder(TorchDispatchMode):
             named = (("dtype", kwargs["dtype"]),)
         if func in AS_TENSOR and len(args) > 1 and args[0].is_floating_point():
             values = (values[0], Literal.of(operators.as_kept(values[1].value, args[0].dtype)), *values[2:])
-        if func in COMPARED and torch.result_type(*args) == torch.float64:  # a boolean does not say so
+        if func in COMPARED and _promotes_to_double(*args[:2]):  # a boolean does not say so
             values = tuple(map(self._widened, args, values))
         if func is relabel.default:
             name, values = RELABEL, values[:1]
@@ -441,6 +441,12 @@ class Recorder(TorchDispatchMode):
         return refuse(
             _name(func), "it is not an elementwise operator, a view or a norm", "call it outside of the fused function"
         )
+
+
+def _promotes_to_double(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """A lone number of float64 does so only beside another, or beside an integer."""
+    pairs = ((first, second), (second, first))
+    return any(a.dtype == torch.float64 and (a.ndim > 0 or b.ndim == 0 or not b.is_floating_point()) for a, b in pairs)
 
 
 def _name(func: Any) -> str:

@@ -105,13 +105,17 @@ NOT_AVERAGED: tuple[Any, Any] = ((), ())  # what a kernel that could average sta
 def empty_statistics(
     problem: ForwardProblem, rows: int, device: torch.device, is_apart: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """One allocation, or one for each; every statistic starts at a multiple of 16 bytes, as the kernels are told."""
-    names = problem.norm.statistics
+    """One allocation, or one for each; a second for those that are not saved, which else would last as long as what is.
+    Every statistic starts at a multiple of 16 bytes, as the kernels are told."""
+    names, saved = problem.norm.statistics, len(problem.norm.saved)
     if is_apart:
         return tuple(torch.empty(rows, dtype=problem.compute, device=device) for _ in names)
     stride = -(-rows // 4) * 4
-    storage = torch.empty(len(names) * stride, dtype=problem.compute, device=device)
-    return tuple(storage[i * stride : i * stride + rows] for i in range(len(names)))
+    found: list[torch.Tensor] = []
+    for count in filter(None, (saved, len(names) - saved)):
+        storage = torch.empty(count * stride, dtype=problem.compute, device=device)
+        found += [storage[i * stride : i * stride + rows] for i in range(count)]
+    return tuple(found)
 
 
 def lead_of(operands: Sequence[torch.Tensor | float]) -> torch.Tensor:

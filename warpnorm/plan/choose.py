@@ -34,6 +34,8 @@ ROW_BY_CHANNEL = 4096
 AHEAD_BYTES = 8 * 1024 * 1024
 # Bytes that a step of last tasks loads at the most
 LAST_BYTES = 16 * 1024
+# Bytes of the lines of a tile of last tasks, side by side, where there are as many
+WIDE_BYTES = 256
 # Lines of a tile whose rows every program may merge itself
 TALLEST_MERGE = 64
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
@@ -219,9 +221,16 @@ def _has_whole_rows(problem: Problem) -> bool:
 
 def _is_short_across(problem: Problem) -> bool:
     """Whether rows lie in one piece, of few columns, and memory runs across them."""
+    return (
+        _is_across(problem) and not problem.has_pieces and problem.norm.is_computed and problem.cols_class <= SHORT_ROW
+    )
+
+
+def _is_across(problem: Problem) -> bool:
+    """Whether memory runs across lines of several columns."""
     lead = next((o for o in problem.operands if o.axes == FULL), None)
     is_across = lead is not None and lead.row_strides[-1].literal == 1 and lead.col_strides[-1].literal != 1
-    return is_across and not problem.has_pieces and problem.norm.is_computed and 1 < problem.cols_class <= SHORT_ROW
+    return is_across and problem.cols_class > 1
 
 
 def _row_backward(
@@ -319,16 +328,24 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     is_little = plan.block_rows <= TALLEST_MERGE
     is_joint = is_little and plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
     plan = replace(plan, tasks=JOINT if is_joint else LAST)
-    if plan.chunks or is_joint or (isinstance(problem, BackwardProblem) and problem.left_last):
+    is_walked = plan.chunks > 0 and not _is_across(problem)
+    if is_walked or is_joint or (isinstance(problem, BackwardProblem) and problem.left_last):
         return plan
     # Short walks. Channels last, in microseconds, in brackets by walks as those of first tasks: BatchNorm of 64 x 256 x 56 x
     # 56 fp32 forward and backward 155 [160] and 241 [245], fp16 83 [84] and 125 [128]; 256 x 64 x 112 x 112 fp32 582 [604]
-    # and 941 [961]; residual + BatchNorm + ReLU fp16 105 [108] and 200 [205]
-    block_cols = plan.block_cols
-    while needs.loaded_bytes(_loads(problem), plan.block_rows * block_cols) > LAST_BYTES and block_cols > 1:
+    # and 941 [961]; residual + BatchNorm + ReLU fp16 105 [108] and 200 [205]; GroupNorm of 32 x 320 x 64 x 64 bf16 74.5
+    # [75.9] and 119.7 [120.4]
+    block_rows, block_cols = plan.block_rows, plan.block_cols
+    while needs.loaded_bytes(_loads(problem), block_rows * block_cols) > LAST_BYTES and block_cols > 1:
         block_cols //= 2
+    is_narrow = block_rows * needs.itemsize(problem) < WIDE_BYTES and problem.rows_divisor % (2 * block_rows) == 0
+    if is_narrow and problem.norm.rows == CHANNEL:
+        # BatchNorm of 64 x 256 x 56 x 56 fp16 81.4 and 122.7, with half as many lines 83.4 and 123.7
+        block_rows, block_cols = 2 * block_rows, max(block_cols // 2, 1)
     chunks = max(2, min(64, problem.cols_class) // block_cols)
-    return replace(plan, block_cols=block_cols, chunks=chunks, stages=2, programs=0, streams=True)
+    return replace(
+        plan, block_rows=block_rows, block_cols=block_cols, chunks=chunks, stages=2, programs=0, streams=True
+    )  # fmt: skip
 
 
 def _loads(problem: ForwardProblem | BackwardProblem) -> tuple[Operand, ...]:
@@ -341,14 +358,13 @@ def _count_tiles(problem: ForwardProblem | BackwardProblem) -> int:
 
 def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     """Tiles of lines, wide where memory runs along a line, tall where it runs across lines."""
-    lead = next(o for o in problem.operands if o.axes == FULL)
     cols, words = problem.cols_class, needs.words(problem)
     loads, tensors = _loads(problem), _count_tiles(problem)
     sums = len(problem.reduced) if isinstance(problem, BackwardProblem) else 0
     if device.is_interpreter:  # few programs, which run one after another
         chunks = 1 if cols <= 256 else 0 if problem.norm.rows == CHANNEL else 4
         return Plan(COLUMN_PATTERN, 32, min(cols, 256), 4, 3, chunks=chunks, ahead=1, held=16, why="few programs")
-    if lead.row_strides[-1].literal == 1 and lead.col_strides[-1].literal != 1 and cols > 1:
+    if _is_across(problem):
         # BatchNorm of 64 x 256 x 56 x 56, channels last, fp16, forward and backward: 56 and 57; with 3 programs 55 and 56,
         # with 32 columns 55 and 55. What is loaded between two visits does not stay in L2: by turns 33
         if not problem.has_tasks and problem.norm.rows == CHANNEL:

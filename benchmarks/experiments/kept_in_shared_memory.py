@@ -1,5 +1,5 @@
 """What norms by channel would reach, channels last, if all programs were resident and kept blocks of their input in shared
-memory until the statistics are there: forward and backward of BatchNorm, which keeps as many of the last blocks as there is
+memory until the statistics are there: forward and backward of BatchNorm, which keeps as many of the first blocks as there is
 room for and reads the others again, and GroupNorm, which keeps a sample in the memory of a team. The package has no such
 pattern; `python benchmarks/experiments/kept_in_shared_memory.py` says whether one would pay, beside what the package reaches
 today. Needs a GPU with 228 KB of shared memory on a multiprocessor."""
@@ -18,17 +18,17 @@ from warpnorm.bench import timing
 
 SHARED = 233472  # bytes of a multiprocessor, of which every program has 1,024 that are not its own
 Tensors = tuple[torch.Tensor, ...]
-Way = tuple[int, int, int]  # programs of a multiprocessor, warps of a program, and blocks that it loads at once
+Way = tuple[int, int, int, int]  # programs of a multiprocessor, warps of each, blocks that it loads at once, and stages
 
 
 class Kernel:
-    """All its programs run at the same time and have so many slots each; `words` are zero before it begins."""
+    """All its programs run at the same time and have so many slots each; `counters` are zero before it begins."""
 
     def __init__(
         self, function: Any, arguments: tuple[Any, ...], constants: dict[str, int], grid: tuple[int, int], slots: int,
-        way: Way, words: torch.Tensor,
+        way: Way, counters: torch.Tensor,
     ) -> None:  # fmt: skip
-        per_unit, warps, _ = way
+        per_unit, warps = way[:2]
         registers = min(65536 // (32 * warps * per_unit) // 8 * 8, 255)
         compiled = function.warmup(
             *arguments, **constants, grid=grid, num_warps=warps, num_stages=1, maxnreg=registers,
@@ -41,10 +41,10 @@ class Kernel:
         compiled.packed_metadata = tuple(shared if number == own else number for number in compiled.packed_metadata)
         launch = compiled[(*grid, 1)]
         self.used = f"{compiled.n_regs} registers, {compiled.n_spills} bytes spilled"
-        self.launch, self.words, self.arguments = launch, words, (*arguments, *constants.values())
+        self.launch, self.counters, self.arguments = launch, counters, (*arguments, *constants.values())
 
     def __call__(self) -> None:
-        self.words.zero_()
+        self.counters.zero_()
         self.launch(*self.arguments)
 
 
@@ -52,28 +52,31 @@ def batch_norm(
     x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor, b: torch.Tensor, way: Way, units: int, is_kept: bool
 ) -> tuple[tuple[Kernel, Kernel], tuple[torch.Tensor, ...], str]:
     """Forward and backward of x in (rows, C), their results, and which part of the input is kept."""
-    per_unit, warps, unroll = way
+    per_unit, warps, unroll, stages = way
     rows, C = x.shape
     BC = min(C, 256)
     BP = warps * 32 * (16 // x.element_size()) // BC
     by_cols = C // BC
     P = units * per_unit // by_cols
     steps = -(-rows // (P * BP * unroll))
-    words = torch.zeros(C * P + C, dtype=torch.int64, device=x.device)
+    counters = torch.zeros(2, dtype=torch.int32, device=x.device)
+    partial = torch.empty(2 * C * P, device=x.device)
     mean, rstd, dw, db = (torch.empty(C, device=x.device) for _ in range(4))
     y, dx = torch.full_like(x, float("nan")), torch.full_like(x, float("nan"))
-    threads, own = warps * 32, 1024 * warps
-    constants = {
-        "C": C, "BP": BP, "BC": BC, "U": unroll, "OWN": own, "THREADS": threads, "P2": triton.next_power_of_2(max(P, 32)),
-    }  # fmt: skip
-    room = (SHARED // per_unit - 1024 - own) // (threads * 16 * unroll) if is_kept else 0
-    kept = min(steps, room), min(steps, room // 2)
-    result = words[C * P :]
-    of_forward = (x, y, w, b, words, result, mean, rstd, rows, steps, kept[0], 1e-5)
-    of_backward = (x, dy, dx, w, words, result, mean, rstd, dw, db, rows, steps, kept[1])
+    threads = warps * 32
+    step_bytes = threads * 16 * unroll
+    own = [max(1024 * warps, (stages - 1) * step_bytes * tensors) for tensors in (1, 2)]
+    constants = {"C": C, "BP": BP, "BC": BC, "U": unroll, "OWN": 0, "THREADS": threads}
+    constants |= {"P2": triton.next_power_of_2(max(P, 32)), "STAGES": stages}
+    kept = [
+        min(steps, (SHARED // per_unit - 1024 - bytes_of) // (step_bytes * tensors)) if is_kept else 0
+        for bytes_of, tensors in zip(own, (1, 2), strict=True)
+    ]
+    of_forward = (x, y, w, b, counters, partial, mean, rstd, rows, steps, kept[0], 1e-5)
+    of_backward = (x, dy, dx, w, counters, partial, mean, rstd, dw, db, rows, steps, kept[1])
     kernels = (
-        Kernel(forward, of_forward, constants, (P, by_cols), kept[0] * unroll, way, words),
-        Kernel(backward, of_backward, constants, (P, by_cols), 2 * kept[1] * unroll, way, words),
+        Kernel(forward, of_forward, constants | {"OWN": own[0]}, (P, by_cols), kept[0] * unroll, way, counters),
+        Kernel(backward, of_backward, constants | {"OWN": own[1]}, (P, by_cols), 2 * kept[1] * unroll, way, counters),
     )
     return kernels, (y, dx, dw, db), f"{kept[0] / steps:.2f} and {kept[1] / steps:.2f} kept"
 
@@ -82,7 +85,7 @@ def group_norm(
     x: torch.Tensor, w: torch.Tensor, b: torch.Tensor, groups: int, way: Way, team: int, units: int, function: Any
 ) -> tuple[Kernel, torch.Tensor]:
     """Forward of x in (samples, pixels, C), and its result."""
-    per_unit, warps, unroll = way
+    per_unit, warps, unroll, _ = way
     samples, pixels, C = x.shape
     BC = 64
     BP = warps * 32 * 8 // BC
@@ -90,7 +93,8 @@ def group_norm(
     if blocks * team * BP * unroll != pixels:
         raise ValueError(f"{pixels} pixels are no whole blocks")
     teams = min(units * per_unit // team, samples)
-    words = torch.zeros(samples * team * groups, dtype=torch.int64, device=x.device)
+    counters = torch.zeros(samples, dtype=torch.int32, device=x.device)
+    told = torch.empty(samples * 2 * team * groups, device=x.device)
     scratch = torch.empty(teams * team * (2 * C + 2 * groups), device=x.device)
     y = torch.full_like(x, float("nan"))
     CG = C // groups
@@ -98,8 +102,8 @@ def group_norm(
         "C": C, "G": groups, "CG": CG, "CG2": triton.next_power_of_2(CG), "BLOCKS": blocks, "BP": BP, "BC": BC,
         "U": unroll, "OWN": 4096, "THREADS": warps * 32, "T": team, "T2": triton.next_power_of_2(team),
     }  # fmt: skip
-    arguments = (x, y, w, b, words, scratch, samples, pixels, 1e-5)
-    return Kernel(function, arguments, constants, (teams, team), C // BC * blocks * unroll, way, words), y
+    arguments = (x, y, w, b, counters, told, scratch, samples, pixels, 1e-5)
+    return Kernel(function, arguments, constants, (teams, team), C // BC * blocks * unroll, way, counters), y
 
 
 def check(found: torch.Tensor, truth: torch.Tensor, what: str) -> None:
@@ -149,9 +153,9 @@ BATCH_NORMS = (
     (64 * 56 * 56, 256, torch.float16), (64 * 56 * 56, 256, torch.float32), (256 * 112 * 112, 64, torch.float16),
     (65536, 1024, torch.float16), (256 * 7 * 7, 2048, torch.float16),
 )  # fmt: skip
-WAYS = ((5, 8, 2), (4, 8, 4), (4, 8, 2), (3, 8, 4), (2, 16, 4), (2, 16, 2))
+WAYS = ((3, 8, 4, 1), (2, 8, 8, 1), (2, 8, 4, 3), (3, 8, 2, 3), (4, 8, 1, 4), (1, 16, 4, 3), (2, 16, 1, 4))
 TEAMS = (
-    ((2, 8, 4), 32), ((2, 8, 2), 32), ((5, 8, 2), 64), ((5, 8, 1), 64), ((2, 16, 2), 32), ((2, 16, 1), 32), ((4, 4, 4), 64),
+    ((2, 8, 4, 1), 32), ((2, 8, 2, 1), 32), ((5, 8, 2, 1), 64), ((2, 16, 2, 1), 32), ((4, 4, 4, 1), 64),
 )  # fmt: skip
 
 
@@ -181,4 +185,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with torch.cuda.stream(torch.cuda.Stream()):  # graphs are recorded on any but the default one
+        main()

@@ -74,31 +74,32 @@ def recall(values, slot, OWN: tl.constexpr, THREADS: tl.constexpr):
 
 WAIT = tl.constexpr("""{
     .reg .pred is_there;
-    .reg .b64 word;
+    .reg .b32 count;
     again:
-    ld.relaxed.gpu.global.b64 word, [$1];
-    setp.ne.s64 is_there, word, 0;
+    ld.acquire.gpu.global.b32 count, [$1];
+    setp.ge.s32 is_there, count, $2;
     @is_there bra done;
-    nanosleep.u32 50;
+    nanosleep.u32 20;
     bra again;
     done:
-    mov.b64 $0, word;
+    mov.b32 $0, count;
 }""")
 
 
 @triton.jit
-def pack(a, b):
-    """Two floats in a word that is not zero."""
-    word = (a.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (b.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    return tl.where(word == 0, -9223372036854775808, word)
+def arrive(counter):
+    """All that this program stored is there for whoever waits for its count."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @triton.jit
-def wait(pointers, mask):
-    # who is masked waits for nobody: the first word is there
-    word = tl.inline_asm_elementwise(WAIT, "=l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=False, pack=1)
-    first = tl.where(mask, (word >> 32).to(tl.int32).to(tl.float32, bitcast=True), 0.0)
-    return first, tl.where(mask, word.to(tl.int32).to(tl.float32, bitcast=True), 0.0)
+def wait(counter, programs):
+    """Each warp asks for the same word, and not for what it will read: of words that many ask for few arrive."""
+    tl.inline_asm_elementwise(
+        WAIT, "=r,l,r", [counter.to(tl.int64), programs.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -140,17 +141,13 @@ def add(x, there, pivot, total, squares):
 
 
 @triton.jit
-def one(number):
-    return tl.zeros((1,), tl.float32) + number
-
-
-@triton.jit
 def forward(
-    x_ptr, y_ptr, w_ptr, b_ptr, partial_ptr, result_ptr, mean_ptr, rstd_ptr, rows, steps, kept, eps,
+    x_ptr, y_ptr, w_ptr, b_ptr, counters_ptr, partial_ptr, mean_ptr, rstd_ptr, rows, steps, kept, eps,
     C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, OWN: tl.constexpr,
-    THREADS: tl.constexpr, P2: tl.constexpr,
+    THREADS: tl.constexpr, P2: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Programs (P, C // BC). Step s of program p is block s * P + p; U steps at a time; the last `kept` of them are kept."""
+    """Programs (P, C // BC). Step s of program p is block s * P + p; U steps at a time; the first `kept` are kept: the last
+    ones are in L2."""
     p = tl.program_id(0)
     P = tl.num_programs(0)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
@@ -158,16 +155,15 @@ def forward(
     pivot = tl.load(addresses(x_ptr, tl.minimum(lines, rows - 1), cols, C)).to(tl.float32)
     total = tl.zeros((BP, BC), tl.float32)
     squares = tl.zeros((BP, BC), tl.float32)
-    free = steps - kept  # of U blocks each
-    for s in tl.range(0, free):
-        tiles = load_step(x_ptr, s, -1, rows, cols, C, BP, U, "evict_last")
-        for u in tl.static_range(U):
-            lines, there = block_of((s * U + u) * P + p, rows, BP)
-            total, squares = add(tiles[u], there, pivot, total, squares)
-    for s in tl.range(free, steps):
+    for s in tl.range(0, kept):
         tiles = load_step(x_ptr, s, -1, rows, cols, C, BP, U, "evict_first")
         for u in tl.static_range(U):
-            keep(tiles[u], (s - free) * U + u, OWN, THREADS)
+            keep(tiles[u], s * U + u, OWN, THREADS)
+            lines, there = block_of((s * U + u) * P + p, rows, BP)
+            total, squares = add(tiles[u], there, pivot, total, squares)
+    for s in tl.range(kept, steps, num_stages=STAGES):
+        tiles = load_step(x_ptr, s, -1, rows, cols, C, BP, U, "evict_last")
+        for u in tl.static_range(U):
             lines, there = block_of((s * U + u) * P + p, rows, BP)
             total, squares = add(tiles[u], there, pivot, total, squares)
     count = tl.maximum(tl.cdiv(rows - (p * BP + tl.arange(0, BP)), P * BP), 0).to(tl.float32)[:, None]
@@ -176,44 +172,50 @@ def forward(
     m2 = squares - total * shift
     mean_p = tl.sum(count * mean, 0) / tl.maximum(tl.sum(count), 1.0)
     off = mean - mean_p[None, :]
-    tl.atomic_xchg(
-        partial_ptr + cols.to(tl.int64) * P + p,
-        pack(mean_p, tl.sum(m2 + count * off * off, 0)),
-        sem="relaxed",
-        scope="gpu",
-    )
+    tl.store(partial_ptr + cols.to(tl.int64) * P + p, mean_p)
+    tl.store(partial_ptr + (C + cols).to(tl.int64) * P + p, tl.sum(m2 + count * off * off, 0))
+    arrive(counters_ptr)
+    programs = P * tl.num_programs(1)
+    if tl.program_id(1) * P + p < C:
+        wait(counters_ptr, programs)
     for c in tl.range(tl.program_id(1) * P + p, C, P * tl.num_programs(1)):  # some programs merge a channel each
         q = tl.arange(0, P2)
-        means, m2s = wait(partial_ptr + c * P + tl.minimum(q, P - 1), q < P)
+        means = tl.load(partial_ptr + c * P + q, mask=q < P, other=0.0)
+        m2s = tl.load(partial_ptr + (C + c) * P + q, mask=q < P, other=0.0)
         counts = counts_of(q, P, rows, BP)
         mean_c = tl.sum(counts * means) / rows
         off_c = means - mean_c
         rstd = 1.0 / tl.sqrt(tl.sum(m2s + counts * off_c * off_c) / rows + eps)
-        tl.atomic_xchg(result_ptr + c + tl.arange(0, 1), pack(one(mean_c), one(rstd)), sem="relaxed", scope="gpu")
         tl.store(mean_ptr + c, mean_c)
         tl.store(rstd_ptr + c, rstd)
+    if tl.program_id(1) * P + p < C:
+        arrive(counters_ptr + 1)
     w = tl.load(w_ptr + cols).to(tl.float32)
     b = tl.load(b_ptr + cols).to(tl.float32)
-    mean_c, rstd_c = wait(result_ptr + cols, cols < C)
+    wait(counters_ptr + 1, tl.minimum(programs, C))
+    mean_c = tl.load(mean_ptr + cols)
+    rstd_c = tl.load(rstd_ptr + cols)
     scale = rstd_c * w
     bias = b - mean_c * scale
-    for s in tl.range(0, steps):
-        slot = (kept - 1 - s) * U  # of those before the kept ones below zero
-        tiles = load_step(x_ptr, steps - 1 - s, slot, rows, cols, C, BP, U, "evict_first")
+    for s in tl.range(0, steps - kept, num_stages=STAGES):
+        tiles = load_step(x_ptr, steps - 1 - s, -1, rows, cols, C, BP, U, "evict_first")
         for u in tl.static_range(U):
             lines, there = block_of(((steps - 1 - s) * U + u) * P + p, rows, BP)
-            y = (
-                recall(tiles[u], tl.where(slot < 0, -1, slot + u), OWN, THREADS).to(tl.float32) * scale[None, :]
-                + bias[None, :]
-            )
+            y = tiles[u].to(tl.float32) * scale[None, :] + bias[None, :]
+            tl.store(addresses(y_ptr, lines, cols, C), y.to(y_ptr.dtype.element_ty), mask=there[:, None])
+    for s in tl.range(0, kept):
+        tiles = load_step(x_ptr, s, 0, rows, cols, C, BP, U, "evict_first")
+        for u in tl.static_range(U):
+            lines, there = block_of((s * U + u) * P + p, rows, BP)
+            y = recall(tiles[u], s * U + u, OWN, THREADS).to(tl.float32) * scale[None, :] + bias[None, :]
             tl.store(addresses(y_ptr, lines, cols, C), y.to(y_ptr.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
 def backward(
-    x_ptr, dy_ptr, dx_ptr, w_ptr, partial_ptr, result_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, rows, steps,
+    x_ptr, dy_ptr, dx_ptr, w_ptr, counters_ptr, partial_ptr, mean_ptr, rstd_ptr, dw_ptr, db_ptr, rows, steps,
     kept, C: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, OWN: tl.constexpr,
-    THREADS: tl.constexpr, P2: tl.constexpr,
+    THREADS: tl.constexpr, P2: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     p = tl.program_id(0)
     P = tl.num_programs(0)
@@ -221,57 +223,67 @@ def backward(
     mean = tl.load(mean_ptr + cols)[None, :]
     total = tl.zeros((BP, BC), tl.float32)
     products = tl.zeros((BP, BC), tl.float32)
-    free = steps - kept
-    for s in tl.range(0, free):
-        xs = load_step(x_ptr, s, -1, rows, cols, C, BP, U, "evict_last")
-        dys = load_step(dy_ptr, s, -1, rows, cols, C, BP, U, "evict_last")
-        for u in tl.static_range(U):
-            dy = dys[u].to(tl.float32)  # zero where there is none
-            total += dy
-            products += dy * (xs[u].to(tl.float32) - mean)
-    for s in tl.range(free, steps):
+    for s in tl.range(0, kept):
         xs = load_step(x_ptr, s, -1, rows, cols, C, BP, U, "evict_first")
         dys = load_step(dy_ptr, s, -1, rows, cols, C, BP, U, "evict_first")
         for u in tl.static_range(U):
-            keep(xs[u], ((s - free) * U + u) * 2, OWN, THREADS)
-            keep(dys[u], ((s - free) * U + u) * 2 + 1, OWN, THREADS)
+            keep(xs[u], (s * U + u) * 2, OWN, THREADS)
+            keep(dys[u], (s * U + u) * 2 + 1, OWN, THREADS)
+            dy = dys[u].to(tl.float32)  # zero where there is none
+            total += dy
+            products += dy * (xs[u].to(tl.float32) - mean)
+    for s in tl.range(kept, steps, num_stages=STAGES):
+        xs = load_step(x_ptr, s, -1, rows, cols, C, BP, U, "evict_last")
+        dys = load_step(dy_ptr, s, -1, rows, cols, C, BP, U, "evict_last")
+        for u in tl.static_range(U):
             dy = dys[u].to(tl.float32)
             total += dy
             products += dy * (xs[u].to(tl.float32) - mean)
-    tl.atomic_xchg(
-        partial_ptr + cols.to(tl.int64) * P + p, pack(tl.sum(total, 0), tl.sum(products, 0)), sem="relaxed", scope="gpu"
-    )
+    tl.store(partial_ptr + cols.to(tl.int64) * P + p, tl.sum(total, 0))
+    tl.store(partial_ptr + (C + cols).to(tl.int64) * P + p, tl.sum(products, 0))
+    arrive(counters_ptr)
+    programs = P * tl.num_programs(1)
+    if tl.program_id(1) * P + p < C:
+        wait(counters_ptr, programs)
     for c in tl.range(tl.program_id(1) * P + p, C, P * tl.num_programs(1)):
         q = tl.arange(0, P2)
-        totals, productss = wait(partial_ptr + c * P + tl.minimum(q, P - 1), q < P)
-        db = tl.sum(totals)
-        dw = tl.sum(productss) * tl.load(rstd_ptr + c)
-        tl.atomic_xchg(result_ptr + c + tl.arange(0, 1), pack(one(db), one(dw)), sem="relaxed", scope="gpu")
+        db = tl.sum(tl.load(partial_ptr + c * P + q, mask=q < P, other=0.0))
+        dw = tl.sum(tl.load(partial_ptr + (C + c) * P + q, mask=q < P, other=0.0)) * tl.load(rstd_ptr + c)
         tl.store(db_ptr + c, db)
         tl.store(dw_ptr + c, dw)
+    if tl.program_id(1) * P + p < C:
+        arrive(counters_ptr + 1)
     w = tl.load(w_ptr + cols).to(tl.float32)
-    db_c, dw_c = wait(result_ptr + cols, cols < C)
+    wait(counters_ptr + 1, tl.minimum(programs, C))
+    db_c = tl.load(db_ptr + cols)
+    dw_c = tl.load(dw_ptr + cols)
     mean_c = tl.load(mean_ptr + cols)
     rstd_c = tl.load(rstd_ptr + cols)
     scale = rstd_c * w
     by_x = -scale * rstd_c * dw_c / rows
     bias = -scale * db_c / rows - by_x * mean_c
-    for s in tl.range(0, steps):
-        slot = (kept - 1 - s) * U
-        xs = load_step(x_ptr, steps - 1 - s, slot, rows, cols, C, BP, U, "evict_first")
-        dys = load_step(dy_ptr, steps - 1 - s, slot, rows, cols, C, BP, U, "evict_first")
+    for s in tl.range(0, steps - kept, num_stages=STAGES):
+        xs = load_step(x_ptr, steps - 1 - s, -1, rows, cols, C, BP, U, "evict_first")
+        dys = load_step(dy_ptr, steps - 1 - s, -1, rows, cols, C, BP, U, "evict_first")
         for u in tl.static_range(U):
             lines, there = block_of(((steps - 1 - s) * U + u) * P + p, rows, BP)
-            x = recall(xs[u], tl.where(slot < 0, -1, (slot + u) * 2), OWN, THREADS).to(tl.float32)
-            dy = recall(dys[u], tl.where(slot < 0, -1, (slot + u) * 2 + 1), OWN, THREADS).to(tl.float32)
+            dx = dys[u].to(tl.float32) * scale[None, :] + (xs[u].to(tl.float32) * by_x[None, :] + bias[None, :])
+            tl.store(addresses(dx_ptr, lines, cols, C), dx.to(dx_ptr.dtype.element_ty), mask=there[:, None])
+    for s in tl.range(0, kept):
+        xs = load_step(x_ptr, s, 0, rows, cols, C, BP, U, "evict_first")
+        dys = load_step(dy_ptr, s, 0, rows, cols, C, BP, U, "evict_first")
+        for u in tl.static_range(U):
+            lines, there = block_of((s * U + u) * P + p, rows, BP)
+            x = recall(xs[u], (s * U + u) * 2, OWN, THREADS).to(tl.float32)
+            dy = recall(dys[u], (s * U + u) * 2 + 1, OWN, THREADS).to(tl.float32)
             dx = dy * scale[None, :] + (x * by_x[None, :] + bias[None, :])
             tl.store(addresses(dx_ptr, lines, cols, C), dx.to(dx_ptr.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
 def settle(
-    mine, told, t, count, eps, C: tl.constexpr, G: tl.constexpr, CG: tl.constexpr, CG2: tl.constexpr, T: tl.constexpr,
-    T2: tl.constexpr,
+    mine, told, counter, t, count, eps, C: tl.constexpr, G: tl.constexpr, CG: tl.constexpr, CG2: tl.constexpr,
+    T: tl.constexpr, T2: tl.constexpr,
 ):  # fmt: skip
     """From means and M2 of the channels of this program's pixels, which are in `mine`, to the mean and rstd of each group
     of the sample: the programs of the team tell each other those of their part."""
@@ -283,10 +295,14 @@ def settle(
     mean_g = tl.sum(means, 1) / CG
     off_g = tl.where(mask, means - mean_g[:, None], 0.0)
     m2_g = tl.sum(tl.load(mine + C + channels, mask=mask, other=0.0) + off_g * off_g * count, 1)
-    tl.atomic_xchg(told + t * G + g, pack(mean_g, m2_g), sem="relaxed", scope="gpu")
+    tl.store(told + t * G + g, mean_g)
+    tl.store(told + (T + t) * G + g, m2_g)
+    arrive(counter)
+    wait(counter, tl.full((), T, tl.int32))
     q = tl.arange(0, T2)
     there = (q < T)[:, None] & (g < G)[None, :]
-    all_means, m2s = wait(told + tl.minimum(q, T - 1)[:, None] * G + g[None, :], there)
+    all_means = tl.load(told + q[:, None] * G + g[None, :], mask=there, other=0.0)
+    m2s = tl.load(told + (T + q)[:, None] * G + g[None, :], mask=there, other=0.0)
     mean_s = tl.sum(all_means, 0) / T
     off_s = tl.where(there, all_means - mean_s[None, :], 0.0)
     var = tl.sum(m2s + off_s * off_s * (count * CG), 0) / (T * count * CG)
@@ -296,7 +312,7 @@ def settle(
 
 @triton.jit
 def group_forward(
-    x_ptr, y_ptr, w_ptr, b_ptr, words_ptr, scratch_ptr, samples, pixels, eps, C: tl.constexpr, G: tl.constexpr,
+    x_ptr, y_ptr, w_ptr, b_ptr, counters_ptr, told_ptr, scratch_ptr, samples, pixels, eps, C: tl.constexpr, G: tl.constexpr,
     CG: tl.constexpr, CG2: tl.constexpr, BLOCKS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr,
     U: tl.constexpr, OWN: tl.constexpr, THREADS: tl.constexpr, T: tl.constexpr, T2: tl.constexpr,
 ):  # fmt: skip
@@ -329,7 +345,7 @@ def group_forward(
             tl.store(mine + cols, pivot + shift)
             tl.store(mine + C + cols, tl.sum(squares, 0) - shift * shift * count)
         tl.debug_barrier()
-        settle(mine, words_ptr + sample * (T * G), t, count, eps, C, G, CG, CG2, T, T2)
+        settle(mine, told_ptr + sample * (2 * T * G), counters_ptr + sample, t, count, eps, C, G, CG, CG2, T, T2)
         tl.debug_barrier()
         for part in tl.range(0, PARTS):
             cols = part * BC + tl.arange(0, BC)
@@ -379,7 +395,7 @@ def copy_part(
 
 @triton.jit
 def group_forward_by_copies(
-    x_ptr, y_ptr, w_ptr, b_ptr, words_ptr, scratch_ptr, samples, pixels, eps, C: tl.constexpr, G: tl.constexpr,
+    x_ptr, y_ptr, w_ptr, b_ptr, counters_ptr, told_ptr, scratch_ptr, samples, pixels, eps, C: tl.constexpr, G: tl.constexpr,
     CG: tl.constexpr, CG2: tl.constexpr, BLOCKS: tl.constexpr, BP: tl.constexpr, BC: tl.constexpr, U: tl.constexpr,
     OWN: tl.constexpr, THREADS: tl.constexpr, T: tl.constexpr, T2: tl.constexpr,
 ):  # fmt: skip
@@ -419,7 +435,7 @@ def group_forward_by_copies(
             tl.store(mine + cols, mean)
             tl.store(mine + C + cols, tl.sum(squares - total * shift + off * off * OF_PART, 0))
         tl.debug_barrier()
-        settle(mine, words_ptr + sample * (T * G), t, count, eps, C, G, CG, CG2, T, T2)
+        settle(mine, told_ptr + sample * (2 * T * G), counters_ptr + sample, t, count, eps, C, G, CG, CG2, T, T2)
         tl.debug_barrier()
         following = sample + tl.num_programs(0)
         for part in tl.static_range(PARTS):

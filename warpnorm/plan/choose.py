@@ -328,13 +328,13 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     is_little = plan.block_rows <= TALLEST_MERGE
     is_joint = is_little and plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
     plan = replace(plan, tasks=JOINT if is_joint else LAST)
-    is_walked = plan.chunks > 0 and not _is_across(problem)
+    is_walked = plan.chunks > 0 and not (_is_across(problem) and needs.is_quick(problem))
     if is_walked or is_joint or (isinstance(problem, BackwardProblem) and problem.left_last):
         return plan
     # Short walks. Channels last, in microseconds, in brackets by walks as those of first tasks: BatchNorm of 64 x 256 x 56 x
     # 56 fp32 forward and backward 155 [160] and 241 [245], fp16 83 [84] and 125 [128]; 256 x 64 x 112 x 112 fp32 582 [604]
-    # and 941 [961]; residual + BatchNorm + ReLU fp16 105 [108] and 200 [205]; GroupNorm of 32 x 320 x 64 x 64 bf16 74.5
-    # [75.9] and 119.7 [120.4]
+    # and 941 [961]; residual + BatchNorm + ReLU fp16 105 [108] and 200 [205]; GroupNorm of 32 x 320 x 64 x 64 bf16 74.7
+    # [75.6] and 118 [120], but + SiLU 77 [77] and 137 [131]
     block_rows, block_cols = plan.block_rows, plan.block_cols
     while needs.loaded_bytes(_loads(problem), block_rows * block_cols) > LAST_BYTES and block_cols > 1:
         block_cols //= 2

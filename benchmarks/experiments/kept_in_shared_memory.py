@@ -2,7 +2,13 @@
 memory until the statistics are there: forward and backward of BatchNorm, which keeps as many of the first blocks as there is
 room for and reads the others again, and GroupNorm, which keeps a sample in the memory of a team. The package has no such
 pattern; `python benchmarks/experiments/kept_in_shared_memory.py` says whether one would pay, beside what the package reaches
-today. Needs a GPU with 228 KB of shared memory on a multiprocessor."""
+today. Needs a GPU with 228 KB of shared memory on a multiprocessor.
+
+On an H200, BatchNorm of 64 x 256 x 56 x 56 fp16, in microseconds: with the first quarter kept the second visit takes 34.5,
+without 42; kept were the last blocks, which L2 has, 41. But the first visit takes 37 to 41 here, and the launch of its own
+that the package has 32; the exchange takes 5. So this reaches 55 % of copy speed at the most, the package 60, and a first
+visit as good as its own would make it 70. GroupNorm, kept whole, reaches 35: a sample is loaded, reduced, exchanged and
+stored in turn, 28 for each round of 8 samples where the memory needs 10."""
 
 from collections.abc import Callable
 from functools import partial

@@ -3,6 +3,7 @@
 import ctypes
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -358,3 +359,58 @@ def test_a_mean_between_two_neighbours(steps: int) -> None:
     variance = (steps * step / 2) ** 2
     expected = torch.tensor([-1.0, 1.0]) * (variance / (variance + 1e-8)) ** 0.5
     torch.testing.assert_close(found, expected.expand_as(found), rtol=1e-6, atol=0.0)
+
+
+def silu_before(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(F.silu(x) * r, x.shape[-1:], w, b)
+
+
+def two_before(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(torch.tanh(torch.exp(x * 0.1)) * r, x.shape[-1:], w, b)
+
+
+def silu_behind(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.silu(F.group_norm(x + r, 2, w, b))
+
+
+def gate_behind(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return F.silu(F.group_norm(x, 2, w, b)) * r
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "again"),
+    [
+        (silu_before, (12, 2048), r"second_t\d+ = sigmoid_f|kept_c\b"),
+        (two_before, (12, 2048), r"second_t\d+ = (tanh|exp)_f|kept_c\b"),
+        (silu_behind, (3, 8, 40, 40), r"from_epilogue0 = first_"),
+        (gate_behind, (3, 8, 40, 40), ""),  # whose gradient needs it in the second walk
+    ],
+    ids=["before", "two before", "behind", "gate"],
+)
+def test_what_takes_long_is_computed_once_a_backward(
+    function: Callable[..., Any], shape: tuple[int, ...], again: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second walk reads what the first one kept, or left in the gradient's own memory."""
+    texts: list[str] = []
+    text_of = run.text_of
+
+    def noted(problem: Any) -> str:
+        texts.append(text_of(problem))
+        return texts[-1]
+
+    monkeypatch.setattr(run, "text_of", noted)
+    pipeline.prepare_backward.cache_clear()
+    generator = torch.Generator().manual_seed(0)
+    is_image = len(shape) == 4
+    width = shape[1]
+    tensors = [torch.randn(size, generator=generator) for size in (shape, shape, (width,), (width,), shape)]
+    x, r, w, b, grad = (t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in tensors)
+    leaves = [t.requires_grad_() for t in (x, r, w, b)]
+    found = torch.autograd.grad(warpnorm.fuse(function)(*leaves), leaves, grad)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    truth = torch.autograd.grad(function(*wide), wide, grad.double())
+    for ours, true in zip(found, truth, strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=1e-4, atol=1e-4)
+    (backward,) = (text for text in texts if "*gradient0_p" in text)
+    assert is_image == ("int last(" in backward)
+    assert not again or re.search(again, backward) is None

@@ -22,6 +22,13 @@ def forward(problem: ForwardProblem) -> str:
     return laid_out(writer.lines)
 
 
+def kept_in(problem: BackwardProblem) -> tuple[int, ...]:
+    """Which of the gradients, one at the most, has the gradient of xhat in its memory from the first function to the last,
+    where that would take long to compute again. It is not rounded there."""
+    can = [k for k in problem.written if problem.gradients[k].dtype == problem.compute]
+    return tuple(can[:1]) if _Backward(problem).keeps_gradient else ()
+
+
 def backward(problem: BackwardProblem) -> str:
     writer = _Backward(problem)
     if problem.has_tasks:
@@ -118,8 +125,9 @@ class _Across(Writer):
         self.add(*(line.format(first="0", last="width") for line in lines), *self.inside(tensors), *body, "}", "}")
 
     def sum_in_tiles(
-        self, names: Sequence[str], body: Sequence[str], sums: Sequence[str], after: Sequence[str]
-    ) -> None:
+        self, names: Sequence[str], body: Sequence[str], sums: Sequence[str], after: Sequence[str],
+        written: Sequence[tuple[str, Operand]] = (),
+    ) -> None:  # fmt: skip
         """Of each line: the body adds to `sums`, in double precision, which are known at k to what comes after
         a block of columns."""
         tensors = self.tensors(names)
@@ -133,7 +141,7 @@ class _Across(Writer):
         for limit in (str(self.tile), "width - tile"):
             self.add(*(f"double {name}[{self.tile}] = {{0}};" for name in sums))
             self.add("for (int64_t col = start; col < stop; col++) {")
-            self.column(tensors)
+            self.column((*tensors, *written))
             self.stage(tensors, "tile", limit, self.tile)
             lanes = ["#pragma omp simd", f"for (int64_t k = 0; k < {limit}; k++) {{", "const int64_t j = tile + k;"]
             self.add(*lanes, *self.inside(tensors), *body, "}", "}", *lanes, *after, "}")
@@ -248,18 +256,24 @@ class _Backward(_Across, OfGradients):
     def of_lines(self) -> tuple[str, ...]:
         return ("line_mean", "line_rstd") if self.problem.norm.is_computed else ()
 
+    @property
+    def kept_in(self) -> list[tuple[str, Operand]]:
+        return [(f"gradient{k}", self.problem.gradients[k]) for k in kept_in(self.problem)]
+
     def line_sums(self) -> None:
         """What must be summed over the lines before there is a gradient, and gradients that are such sums."""
-        self.open("first", (), (*(f"all_{name}" for name in self.summed), *self.of_lines))
+        kept = self.kept_in
+        self.open("first", kept, (*(f"all_{name}" for name in self.summed), *self.of_lines))
         lines, names = self.c_lines(False)
         lines += [self.xhat(), "(void)xhat;", *self.code(self.first)]
+        lines += [self.store(name, operand, self.value(self.first.outputs[0])) for name, operand in kept]
         summands = zip(self.summed, self.sums.summands, strict=True)
         lines += [f"{name}[k] += {self.product(of)};" for name, of in summands]
         names = (*names, *self.first.used_inputs)
-        self.open_band(names)
+        self.open_band(names, kept)
         self.open_sums(self.summed)
         after = [f"all_{name}[j] += ({self.wide}){name}[k];" for name in self.summed]
-        self.sum_in_tiles(names, lines, self.summed, after)
+        self.sum_in_tiles(names, lines, self.summed, after, kept)
         self.add("}")
         self.end()
 
@@ -299,14 +313,17 @@ class _Backward(_Across, OfGradients):
         self.open("last", written, (*along, *terms, *self.of_lines))
         for name in along * self.is_double:
             self.array(f"{name}_rest", "width")
-        second = renamed(problem.prologue_vjp, "second_")
+        second = self.second
         lines, names = self.c_lines(False)
         lines += [self.xhat(), "(void)xhat;", *self.code(self.first)]
         if problem.norm.is_computed:
             lines += [f"const {self.type} rstd = line_rstd_p[drawn];", "(void)rstd;"]
         if problem.has_tasks:
             lines += [f"const {self.type} products = line_products_p[drawn], plain = line_plain_p[drawn];"]
-        lines += [f"const {self.type} from_epilogue{k} = {self.value(v)};" for k, v in enumerate(self.first.outputs)]
+        values = [self.value(value) for value in self.first.outputs]
+        for name, operand in self.kept_in:
+            values[0] = f"{name}_p[{self.at(name, operand)}]"
+        lines += [f"const {self.type} from_epilogue{k} = {value};" for k, value in enumerate(values)]
         lines += [f"(void)from_epilogue{k};" for k in range(len(self.first.outputs))]
         lines += [*self.grad_c(), *self.code(second)]
         results = self.results(second)

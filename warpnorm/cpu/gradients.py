@@ -14,6 +14,7 @@ COSTLY = {
     "exp", "exp2", "expm1", "sigmoid", "tanh", "erf", "erfc", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin",
     "acos", "atan", "sinh", "cosh", "pow", "fmod", "remainder",
 }  # fmt: skip
+MOST_KEPT = 2  # values of an element: a row of each should stay in L1 or L2
 
 
 def is_costly(graph: Graph, outputs: Sequence[Value]) -> bool:
@@ -28,12 +29,84 @@ def is_costly(graph: Graph, outputs: Sequence[Value]) -> bool:
     return any(nodes[name].operator in COSTLY for name in seen)
 
 
+def alike(graph: Graph, other: Graph) -> dict[str, str]:
+    """Which values of a graph are computed as values of the other one are, and as which of these."""
+    found: dict[tuple[object, ...], str] = {}
+    names: dict[str, str] = {}
+    for node in (*other.nodes, *graph.nodes):
+        args = tuple(names.get(arg, arg) if isinstance(arg, str) else arg for arg in node.args)
+        names[node.name] = found.setdefault((node.operator, node.dtype, args), node.name)
+    of_other = {node.name for node in other.nodes}
+    return {node.name: names[node.name] for node in graph.nodes if names[node.name] in of_other}
+
+
 class OfGradients(Writer):
     problem: BackwardProblem
 
     @cached_property
+    def second(self) -> Graph:
+        return renamed(self.problem.prologue_vjp, "second_")
+
+    @cached_property
+    def costly(self) -> dict[str, str]:
+        """Values of the gradient of the prologue that take long, and that the prologue has computed before: as which."""
+        operators = {node.name: node.operator for node in self.prologue.nodes}
+        found = alike(self.second, self.prologue)
+        return {name: value for name, value in found.items() if operators[value] in COSTLY}
+
+    @cached_property
+    def kept_values(self) -> tuple[str, ...]:
+        """With what took long, c takes no time."""
+        if not self.problem.has_tasks:
+            return ()
+        costly = tuple(dict.fromkeys(self.costly.values()))
+        if len(costly) > MOST_KEPT or not costly:
+            return super().kept_values
+        nodes = tuple(replace(n, operator="", args=()) if n.name in costly else n for n in self.prologue.nodes)
+        rest = replace(self.prologue, nodes=nodes)
+        return (*costly, "c") if is_costly(rest, rest.outputs) else costly
+
+    def c_again(self) -> tuple[list[str], tuple[str, ...]]:
+        if "c" in self.kept_values or not self.kept_values:
+            return super().c_again()
+        lines, names = self.c_lines(False)
+        return self.known(self.prologue, lines), names
+
+    def known(self, graph: Graph, lines: Sequence[str]) -> list[str]:
+        """The lines of a graph's nodes, where those of values that are kept read them."""
+        kept = {name: name for name in self.kept_values} | {
+            name: value for name, value in self.costly.items() if value in self.kept_values
+        }
+        found = list(lines)
+        for k, node in enumerate(graph.nodes):
+            if node.name in kept:
+                found[k] = f"const {self.type} {node.name} = kept_{kept[node.name]}[kept + col];"
+        return found
+
+    @cached_property
     def first(self) -> Graph:
         return renamed(self.problem.epilogue_vjp, "first_")
+
+    @property
+    def early(self) -> tuple[int, ...]:
+        """Which gradients are summed in the first walk."""
+        return self.problem.settled_first
+
+    @cached_property
+    def has_costly_epilogue(self) -> bool:
+        return self.problem.has_tasks and is_costly(self.first, self.first.outputs)
+
+    @cached_property
+    def keeps_gradient(self) -> bool:
+        """Whether the second walk would compute something costly again for the gradient of xhat alone."""
+        problem = self.problem
+        if not self.has_costly_epilogue:
+            return False
+        late = [i for k, i in enumerate(problem.wanted) if k not in self.early and i in problem.wanted_of_epilogue]
+        direct = problem.needs_grad_xhat + problem.needs_grad_c
+        outputs = [self.first.outputs[direct + problem.wanted_of_epilogue.index(i)] for i in late]
+        outputs += self.first.outputs[problem.needs_grad_xhat : direct]
+        return not is_costly(self.first, outputs)
 
     @cached_property
     def sums(self) -> along.Sums:

@@ -47,7 +47,7 @@ def prepare_backward(problem: BackwardProblem, space: Space) -> "NativeBackward 
     if _is_across(problem):
         first, merge = (_function(text, name) if problem.has_tasks else 0 for name in ("first", "merge"))
         sums = len(along.sums(problem).summands)
-        return AcrossBackward(problem, space, first, merge, _function(text, "last"), sums)
+        return AcrossBackward(problem, space, first, merge, _function(text, "last"), sums, across.kept_in(problem))
     return NativeBackward(problem, space, _function(text, "backward"))
 
 
@@ -245,6 +245,7 @@ class AcrossBackward(_Launch):
     merge: int
     last: int
     summands: int
+    kept: tuple[int, ...]
 
     @cached_property
     def sums(self) -> tuple[tuple[Sum, ...], tuple[Sum, ...]]:
@@ -270,13 +271,14 @@ class AcrossBackward(_Launch):
         merged: tuple[torch.Tensor, ...] = ()
         first, last = self.sums
         partials = [of.partial(parts, gradients) for of in first]
-        if problem.has_tasks:
-            sums = self.wide_zeros(self.summands, parts)
-            self.run(self.first, operands, (*grad_outputs, *sums, *of_lines), parts)
-            merged = torch.empty(2, space.rows, dtype=problem.compute, device="cpu").unbind()
-            self.run(self.merge, operands, (*grad_outputs, *sums, *merged, *partials), parts)
         written = [gradients[k] for k in problem.written]
         memory.ask_for_huge_pages(written, parts)
+        if problem.has_tasks:
+            sums = self.wide_zeros(self.summands, parts)
+            kept = [gradients[k] for k in self.kept]
+            self.run(self.first, operands, (*grad_outputs, *kept, *sums, *of_lines), parts)
+            merged = torch.empty(2, space.rows, dtype=problem.compute, device="cpu").unbind()
+            self.run(self.merge, operands, (*grad_outputs, *sums, *merged, *partials), parts)
         of_parts = [torch.zeros(parts, space.rows, dtype=torch.float64, device="cpu") for _ in last]
         self.run(self.last, operands, (*grad_outputs, *written, *of_parts, *merged, *of_lines), parts)
         partials += [sums.sum(0) for sums in of_parts]

@@ -332,9 +332,14 @@ class Writer:
         """How c comes about the first time, and what that reads."""
         graph = self.prologue
         lines = [*self.code(graph), f"const {self.type} c = {self.value(graph.outputs[0])};"]
-        if keeps and self.reads_c is None:
-            lines.append("kept_c[kept + col] = c;")
+        if keeps:
+            lines += [f"kept_{name}[kept + col] = {name};" for name in self.kept_values]
         return lines, graph.used_inputs
+
+    @property
+    def kept_values(self) -> tuple[str, ...]:
+        """Values of the first walk that the second one reads."""
+        return () if self.reads_c else ("c",)
 
     def c_again(self) -> tuple[list[str], tuple[str, ...]]:
         name = self.reads_c

@@ -11,6 +11,18 @@
 INLINE uint32_t bits_f(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
 INLINE float from_bits_f(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
 INLINE uint64_t bits_d(double x) { uint64_t b; memcpy(&b, &x, 8); return b; }
+INLINE double from_bits_d(uint64_t b) { double x; memcpy(&x, &b, 8); return x; }
+
+/* What sums of doubles are added up in: more digits where the processor has them, elsewhere they would take it ten times as
+   long */
+
+#if defined(__x86_64__) || defined(__i386__)
+typedef long double wide_t;
+#define sqrt_wide sqrtl
+#else
+typedef double wide_t;
+#define sqrt_wide sqrt
+#endif
 
 /* Moments of all that was seen so far, joined by Chan's formula with those of `count` numbers, of whose deviations from a
    pivot there are the sum and the sum of squares. */
@@ -23,7 +35,7 @@ INLINE uint64_t bits_d(double x) { uint64_t b; memcpy(&b, &x, 8); return b; }
         *mean += delta * (T)(count / all); \
         *seen = all; \
     }
-JOIN(double, f) JOIN(long double, d)
+JOIN(double, f) JOIN(wide_t, d)
 
 /* 16 bits, rounded to nearest even */
 
@@ -155,7 +167,15 @@ INLINE float exp_of_number_f(float x) {
     return p * power_of_two_f(whole - half);
 }
 INLINE float exp_f(float x) { return or_nan_f(exp_of_number_f(x), x); }
-/* 1 / d of 1 <= d < 2^126: a first guess is off by an eighth, each step cubes that; a division takes twice as long */
+/* of -87 <= x <= 88, where the result is an ordinary number */
+INLINE float exp_within_f(float x) {
+    float n = rintf(x * 1.44269504f);
+    return exp_rest_f(x, n) * power_of_two_f((int32_t)n);
+}
+/* 1 / d of 1 <= d < 2^126: a first guess is off by an eighth, each step cubes that; a division takes twice as long on x86 */
+#ifdef __aarch64__
+INLINE float inverse_f(float d) { return 1.0f / d; }
+#else
 INLINE float inverse_f(float d) {
     float r = from_bits_f(0x7ef311c7u - bits_f(d));
     float e = fmaf(-d, r, 1.0f);
@@ -163,6 +183,7 @@ INLINE float inverse_f(float d) {
     e = fmaf(-d, r, 1.0f);
     return fmaf(r, fmaf(e, e, e), r);
 }
+#endif
 INLINE float sigmoid_f(float x) {
     float y = at_most_f(at_least_f(x, -87.0f), 87.0f); /* past these there is nothing to see but zero and one */
     float n = rintf(y * -1.44269504f);
@@ -177,7 +198,7 @@ INLINE float tanh_f(float x) {
     p = fmaf(p, s, 1.33314422036e-1f);
     p = fmaf(p, s, -3.33332819422e-1f);
     float near = copysignf(fmaf(p * s, x, x), x);
-    float far = copysignf(1.0f - 2.0f * inverse_f(exp_of_number_f(2.0f * at_most_f(size, 40.0f)) + 1.0f), x);
+    float far = copysignf(1.0f - 2.0f * inverse_f(exp_within_f(2.0f * at_most_f(size, 40.0f)) + 1.0f), x);
     return size >= 0.625f ? far : near; /* which is NaN where x is */
 }
 INLINE float erf_f(float x) {
@@ -189,7 +210,7 @@ INLINE float erf_f(float x) {
     far = fmaf(far, t, -6.34846687e-1f);
     far = fmaf(far, t, -1.28717512e-1f);
     far = fmaf(far, t, -t);
-    far = copysignf(1.0f - exp_of_number_f(far), x);
+    far = copysignf(1.0f - exp_within_f(far), x);
     float near = -5.96761703e-4f;
     near = fmaf(near, s, 4.99119423e-3f);
     near = fmaf(near, s, -2.67681349e-2f);
@@ -219,10 +240,35 @@ __attribute__((__simd__("notinbranch"))) extern double pow(double, double);
 BOTH(expm1, expm1) BOTH(exp2, exp2) BOTH(log, log) BOTH(log2, log2) BOTH(log10, log10) BOTH(log1p, log1p) BOTH(sqrt, sqrt)
 BOTH(sin, sin) BOTH(cos, cos) BOTH(tan, tan) BOTH(asin, asin) BOTH(acos, acos) BOTH(atan, atan) BOTH(sinh, sinh)
 BOTH(cosh, cosh) BOTH(erfc, erfc) BOTH(floor, floor) BOTH(ceil, ceil) BOTH(round, rint) BOTH(trunc, trunc) BOTH(abs, fabs)
+#if defined(__aarch64__) && !defined(VECTOR_MATH)
+/* off by one unit in the last place at the most, as PyTorch's is */
+INLINE double power_of_two_d(int64_t n) { return from_bits_d((uint64_t)(n + 1023) << 52); }
+INLINE double exp_d(double x) {
+    double y = fmax(fmin(x, 710.0), -746.0), n = rint(y * 1.4426950408889634);
+    double r = fma(n, -0x1.abc9e3b39803fp-56, fma(n, -0x1.62e42fefa39efp-1, y));
+    double p = 1.0 / 6227020800;
+    p = fma(p, r, 1.0 / 479001600);
+    p = fma(p, r, 1.0 / 39916800);
+    p = fma(p, r, 1.0 / 3628800);
+    p = fma(p, r, 1.0 / 362880);
+    p = fma(p, r, 1.0 / 40320);
+    p = fma(p, r, 1.0 / 5040);
+    p = fma(p, r, 1.0 / 720);
+    p = fma(p, r, 1.0 / 120);
+    p = fma(p, r, 1.0 / 24);
+    p = fma(p, r, 1.0 / 6);
+    p = fma(p, r, 0.5);
+    p = fma(p, r * r, r) + 1.0;
+    int64_t whole = (int64_t)n, half = whole >> 1; /* in two steps: the result may be subnormal, or infinite */
+    p = p * power_of_two_d(half) * power_of_two_d(whole - half);
+    return from_bits_d(bits_d(p) | -(uint64_t)(x != x));
+}
+#else
 INLINE double exp_d(double x) { return exp(x); }
+#endif
 INLINE double tanh_d(double x) { return tanh(x); }
 INLINE double erf_d(double x) { return erf(x); }
-INLINE double sigmoid_d(double x) { return 1.0 / (1.0 + exp(-x)); }
+INLINE double sigmoid_d(double x) { return 1.0 / (1.0 + exp_d(-x)); }
 
 #define GENERIC(T, s, one) \
     INLINE T rsqrt_##s(T x) { return (T)1 / sqrt_##s(x); } \

@@ -117,7 +117,7 @@ class Fused:
                 return self._on_shards(request)
             return self.__wrapped__(*given, **kwargs)
         prepared = self.prepare(request)
-        if prepared.order is not None and repeat.quick is not None:
+        if prepared.order is not None and repeat.quick is not None and not repeat.has_hooks():
             tensors = [request.tensors[i] for i in prepared.order]
             found = repeat.quick(prepared.captured, None, prepared.number, *tensors)
             if found is not None:

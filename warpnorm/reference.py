@@ -242,7 +242,7 @@ def update_running(
         for running, new, factor in ((running_mean, mean, momentum), (running_var, variance, momentum * unbiased)):
             new = new.mean(0) if new.ndim == 2 else new
             wide = running.to(compute_dtype([running.dtype, new.dtype]))  # itself, where it is no narrower
-            wide.mul_(1 - momentum).add_(new, alpha=factor)
+            wide.mul_(1 - momentum).add_(new * factor)  # of a factor that changes Inductor makes a wrong alpha
             if wide is not running:
                 running.copy_(wide)
 

@@ -209,6 +209,12 @@ def layout(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_aligned
 
 
+def has_hooks() -> bool:
+    """Whether somebody sees what is saved: a checkpoint compares its shapes with those of another call of the same, and the
+    compiled launcher has vectors where others have more dimensions."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def is_repeatable(operands: Sequence[Any]) -> bool:
     """Whether nothing that may change has changed."""
     input = operands[0]

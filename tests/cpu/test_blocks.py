@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import warpnorm
 from kernel_contracts.blocks_contract import *  # noqa: F403
@@ -270,3 +271,22 @@ def test_parameters_of_fewer_bits_than_the_input(cols: int, narrow: torch.dtype,
             module(*(tensor[:0] for tensor in given))
             torch.func.jvp(module, given, given)
             torch.testing.assert_close(torch.compile(module, backend="aot_eager")(*given), wanted, msg=name)
+
+
+def test_one_norm_of_small_and_large_images() -> None:
+    """PyTorch's operator, which the small ones take, saves the running statistics that the large ones average into."""
+    norms = [of(16) for of in (warpnorm.nn.BatchNorm2d, warpnorm.nn.BatchNormReLU2d, torch.nn.BatchNorm2d)]
+    small, large = (torch.randn(2, 16, n, n) for n in (8, 64))
+    for norm in norms:
+        (norm(small).square().sum() + norm(large).square().sum()).backward()
+    for a, b, c in zip(*(norm.buffers() for norm in norms), strict=True):
+        torch.testing.assert_close(a, c)
+        torch.testing.assert_close(b, c)
+    torch.testing.assert_close(norms[0].weight.grad, norms[2].weight.grad)
+
+
+def test_qk_norm_of_fakes_after_real_ones() -> None:
+    warpnorm.nn.QKNorm(64, 4, 2)(torch.randn(3, 8, 64))
+    with FakeTensorMode():
+        shapes = [t.shape for t in warpnorm.nn.QKNorm(64, 4, 2)(torch.randn(3, 8, 64))]
+    assert shapes == [(3, 4, 64), (3, 2, 64), (3, 2, 64)]

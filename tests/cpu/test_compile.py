@@ -252,6 +252,18 @@ def test_running_statistics_are_averaged(make: Any) -> None:
     assert all([name for name in graph if "norm" in name] in ([NORM], [NORM_BACKWARD]) for graph in seen.graphs)
 
 
+def test_a_momentum_that_changes() -> None:
+    """By Inductor, which makes something else of a symbolic alpha."""
+    x, running = 3 * torch.randn(4, 4, 8, 8), (torch.zeros(4), torch.ones(4))
+    expected = tuple(t.clone() for t in running)
+    step = torch.compile(lambda x, momentum: warpnorm.batch_norm(x, *running, training=True, momentum=momentum))
+    for momentum in (0.5, 0.4, 0.3):
+        step(x, momentum)
+        F.batch_norm(x, *expected, training=True, momentum=momentum)
+    for mine, theirs in zip(running, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
 def test_dropout_takes_the_plain_path() -> None:
     seen = Seen()
     module = warpnorm.nn.AddRMSNorm(COLS, dropout=0.5)

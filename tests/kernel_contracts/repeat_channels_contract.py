@@ -2,11 +2,13 @@
 as that does, and takes the same way only where nothing that decides about it has changed."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import warpnorm
 from kernel_contracts.repeat_contract import FRESH, launchers
@@ -124,6 +126,45 @@ def test_the_momentum_may_change(device: str, ways: list[str], by_launcher: str)
     assert ways == expected_ways(by_launcher, 6)
     warpnorm.batch_norm(x, *buffers(device), w, b, True, 1)  # no float
     assert ways[-1] == "long"
+
+
+def test_no_momentum_is_none_of_a_call_before(device: str) -> None:
+    """Which read memory that is not its own, once there had been a call with one."""
+    x, w, b = images(device)
+    for _ in range(3):
+        warpnorm.batch_norm(x, *buffers(device), w, b, True)
+    running = buffers(device)
+    with pytest.raises(TypeError, match="momentum must be a float"):
+        warpnorm.batch_norm(x, *running, w, b, True, None)
+    assert all(torch.equal(a, b) for a, b in zip(running, buffers(device), strict=True))
+
+
+@pytest.mark.parametrize("name", cases())
+def test_checkpoints(name: str, device: str) -> None:
+    """What is computed again, by a call that was seen before, has saved the same as the first."""
+    for seed in range(4):
+        given = [o.requires_grad_() for o in images(device, seed)]
+        used = [given[0]] if name == "bare" else given[:2] if name == "bare_groups" else given
+        found = []
+        for of in (warpnorm, F):
+            running = dict(zip(("mean", "var"), buffers(device), strict=True))  # not saved, as a module's are not
+            output = checkpoint(partial(CALLS[name], of, **running), *given, use_reentrant=False)
+            grad = torch.ones_like(output) + output.detach()
+            found.append(torch.autograd.grad(output, used, grad))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_what_others_have_too_is_not_averaged_into(device: str) -> None:
+    """Memory that is copied when somebody writes into it."""
+    x, w, b = images(device)
+    for _ in range(4):
+        shared = buffers(device)
+        running = [torch._lazy_clone(t) for t in shared]
+        warpnorm.batch_norm(x, *running, w, b, True)
+        for a, b_ in zip(shared, buffers(device), strict=True):
+            assert torch.equal(a, b_)
+        assert not torch.equal(running[0], shared[0])
 
 
 def test_a_module_that_counts_its_batches(device: str, ways: list[str], by_launcher: str) -> None:

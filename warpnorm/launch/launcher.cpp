@@ -441,6 +441,7 @@ variable_list run_forward(const Run& run, at::TensorList operands, const std::ve
   std::vector<void*> pointers;
   pointers.reserve(MOST_OPERANDS);
   for (const auto& t : operands) pointers.push_back(const_cast<void*>(t.const_data_ptr()));
+  for (const auto i : entry.written) pointers[i] = operands[i].mutable_data_ptr();  // of no memory that others have, too
   variable_list outputs;
   for (const auto& [sizes, strides, dtype] : entry.outputs) {
     const auto options = at::TensorOptions().dtype(dtype).device(operands[0].device());

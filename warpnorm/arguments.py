@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import settings
+from warpnorm import pipeline, settings
 from warpnorm.errors import InputError, InputTypeError
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -218,6 +218,12 @@ def may_write(
         and (running_mean.is_cpu and (running_mean.is_contiguous() or running_mean.stride(0) > 0))
         and (running_var.is_cpu and (running_var.is_contiguous() or running_var.stride(0) > 0))
     )
+
+
+def apart(running: torch.Tensor | None) -> torch.Tensor | None:
+    """A running statistic as PyTorch's operator should have it in training: it saves it, though backward does not read it,
+    and a later call of ours averages into it, which autograd would take for a mistake."""
+    return running if running is None or pipeline.is_seen_through(()) else running.data
 
 
 def check_flag(name: str, what: str, flag: Any) -> bool:

@@ -192,15 +192,8 @@ def batch_norm(
             else:
                 is_safe = input.numel() > 0 and arguments.are_vectors(weight, bias)
             if is_safe and eps > 0:
-                if (
-                    training
-                    and running_mean is not None
-                    and running_var is not None
-                    and not pipeline.is_seen_through(())
-                ):
-                    # which it saves, though backward does not read them, and a later call averages into
-                    running_mean, running_var = running_mean.data, running_var.data
-                return torch.batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps, False)
+                mean, var = (arguments.apart(t) if training else t for t in (running_mean, running_var))
+                return torch.batch_norm(input, weight, bias, mean, var, training, momentum, eps, False)
         except REFUSALS:
             pass
     name = "batch_norm"

@@ -304,7 +304,8 @@ def _selected(parsed: argparse.Namespace, every: Sequence[cases.BenchCase]) -> l
     shapes = [_shape(text) for text in parsed.shape or ()]
     found = [case for case in every if all(word in case.name for word in words)]
     if not found:
-        raise ValueError(f"no case holds every one of the words {', '.join(words)}")
+        norms = sorted({case.name.split()[0] for case in every})
+        raise ValueError(f"no case holds every one of the words {', '.join(words)}; there are {', '.join(norms)}")
     found = [case for case in found if not parsed.dtype or cases.DTYPE_NAMES[case.dtype] in parsed.dtype]
     if not found:
         raise ValueError(f"no such case has a dtype of {', '.join(parsed.dtype)}")

@@ -152,6 +152,11 @@ average = torch.ops.warpnorm.average
 relabel = torch.ops.warpnorm.relabel
 dropout = torch.ops.warpnorm.dropout
 
+# What to write instead of operators that are often part of something that can be fused
+A_NORM = "write it as F.rms_norm, F.layer_norm or another norm of PyTorch's, or call it outside of the fused function"
+ADVICE = dict.fromkeys(("mean", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm"), A_NORM)
+ADVICE["glu"] = "write a * torch.sigmoid(b) with a, b = x.chunk(2, -1)"
+
 
 class Recorder(TorchDispatchMode):
     """Sees every operator below autograd."""
@@ -438,9 +443,9 @@ class Recorder(TorchDispatchMode):
         return self._seen_through(arg, move, moved)
 
     def _not_elementwise(self, func: Any) -> FusionError:
-        return refuse(
-            _name(func), "it is not an elementwise operator, a view or a norm", "call it outside of the fused function"
-        )
+        name = _name(func)
+        instead = ADVICE.get(name.removeprefix("aten.").split(".")[0], "call it outside of the fused function")
+        return refuse(name, "it is not an elementwise operator, a view or a norm", instead)
 
 
 def _promotes_to_double(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -13,17 +13,6 @@ INLINE float from_bits_f(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
 INLINE uint64_t bits_d(double x) { uint64_t b; memcpy(&b, &x, 8); return b; }
 INLINE double from_bits_d(uint64_t b) { double x; memcpy(&x, &b, 8); return x; }
 
-/* What sums of doubles are added up in: more digits where the processor has them, elsewhere they would take it ten times as
-   long */
-
-#if defined(__x86_64__) || defined(__i386__)
-typedef long double wide_t;
-#define sqrt_wide sqrtl
-#else
-typedef double wide_t;
-#define sqrt_wide sqrt
-#endif
-
 /* Moments of all that was seen so far, joined by Chan's formula with those of `count` numbers, of whose deviations from a
    pivot there are the sum and the sum of squares. */
 
@@ -35,7 +24,7 @@ typedef double wide_t;
         *mean += delta * (T)(count / all); \
         *seen = all; \
     }
-JOIN(double, f) JOIN(wide_t, d)
+JOIN(double, f) JOIN(long double, d)
 
 /* 16 bits, rounded to nearest even */
 

@@ -100,7 +100,7 @@ class Writer:
         self.problem = problem
         self.is_double = problem.compute == torch.float64
         self.type, self.suffix = ("double", "d") if self.is_double else ("float", "f")
-        self.wide = "wide_t" if self.is_double else "double"
+        self.wide = "long double" if self.is_double else "double"
         self.block = BLOCK // 8 if self.is_double else BLOCK
         # Sums beside each other, four vectors of each kind: one alone would wait for every addition, more than that do not
         # stay in registers
@@ -361,7 +361,7 @@ class Writer:
         """From mean_w and variance_w of a row: what is rounded of them, and is averaged into running ones."""
         norm = self.problem.norm
         assert isinstance(self.problem, ForwardProblem)
-        root = "sqrt_wide" if self.is_double else "sqrt"
+        root = "sqrtl" if self.is_double else "sqrt"
         self.add("const double mean_d = (double)mean_w, variance_d = (double)variance_w;")
         self.add(f"const double rstd_d = (double)(1 / {root}(variance_w + ({self.wide})eps));", "(void)variance_d;")
         self.add(f"const {self.type} mean = ({self.type})mean_d, rstd = ({self.type})rstd_d;")

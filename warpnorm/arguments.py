@@ -223,7 +223,8 @@ def may_write(
 def apart(running: torch.Tensor | None) -> torch.Tensor | None:
     """A running statistic as PyTorch's operator should have it in training: it saves it, though backward does not read it,
     and a later call of ours averages into it, which autograd would take for a mistake."""
-    return running if running is None or pipeline.is_seen_through(()) else running.data
+    is_plain = isinstance(running, torch.Tensor) and not running.requires_grad and not pipeline.is_seen_through(())
+    return running.data if running is not None and is_plain else running
 
 
 def check_flag(name: str, what: str, flag: Any) -> bool:

@@ -210,8 +210,8 @@ def layout(tensor: torch.Tensor) -> Any:
 
 
 def has_hooks() -> bool:
-    """Whether somebody sees what is saved: a checkpoint compares its shapes with those of another call of the same, and the
-    compiled launcher has vectors where others have more dimensions."""
+    """Whether somebody sees what is saved: a checkpoint compares its shapes with those of another call of the same, and of
+    norms by channel a call that was seen before has vectors where the first one has more dimensions."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

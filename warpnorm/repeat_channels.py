@@ -19,7 +19,9 @@ def again(kind: Any, norm: Norm, eps: Any, number: Any, momentum: Any, tensors: 
     """The output of a plain call that was seen before; otherwise the key under which it may be remembered, or nothing.
     `kind` stands for whatever decides about the call beside eps, a number, and the tensors, some of which may be missing:
     the input; the running statistics, which are averaged into where there is a momentum; the parameters."""
-    if repeat.quick is not None and not repeat.has_hooks():
+    if repeat.has_hooks():
+        return None
+    if repeat.quick is not None:
         found = repeat.quick(kind, eps, number if momentum is None else momentum, *tensors)
         if found is not None:
             return found
@@ -91,7 +93,7 @@ class ChannelRepeat(repeat.Repeat):
         self.saved = tuple(i for i in range(len(given)) if i not in self.averaged)
         self.vector = (-1, *[1] * (given[0].ndim - 2))
         self.running_dtypes = tuple(given[i].dtype for i in self.averaged)
-        super().__init__(call, self.shaped([given[i] for i in self.saved]), output)
+        super().__init__(call, self._shaped([given[i] for i in self.saved]), output)
         self.count = len(given)
 
     def running(self, given: Sequence[torch.Tensor], momentum: float | None) -> Running | None:
@@ -110,7 +112,7 @@ class ChannelRepeat(repeat.Repeat):
         """The output, and the statistics."""
         output = self._empty(operands[0], self.dtype)
         statistics = self.launch.empty_statistics(output.device)
-        self.launch.into(self.shaped(operands), (output,), statistics, running)
+        self.launch.into(self._shaped(operands), (output,), statistics, running)
         if running is not None:
             torch.autograd.graph.increment_version((running.mean, running.variance))
         return output, statistics
@@ -120,7 +122,7 @@ class ChannelRepeat(repeat.Repeat):
         handle: Any = None,
     ) -> dict[int, Any]:  # fmt: skip
         mine = tuple([self.saved.index(i) for i in wanted])
-        found = super().gradients(self.shaped(operands), statistics, grads, mine, handle)
+        found = super().gradients(self._shaped(operands), statistics, grads, mine, handle)
         return {self.saved[i]: g.view(-1) if i > 0 and g is not None else g for i, g in found.items()}
 
     def offer(self, key: tuple[Any, ...]) -> None:
@@ -140,5 +142,5 @@ class ChannelRepeat(repeat.Repeat):
         """Not of running statistics that are only read."""
         return self.call.norm.is_computed or number not in (1, 2)
 
-    def shaped(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _shaped(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [operands[0], *[vector.view(self.vector) for vector in operands[1:]]]

@@ -106,8 +106,7 @@ class ChannelNormalization(torch.autograd.Function):
     def forward(ctx: Any, seen: Any, running: Running | None, *operands: torch.Tensor) -> torch.Tensor:
         output, statistics = seen.run(operands, running)
         ctx.seen = seen
-        # in the shapes of the first call, which a checkpoint compares with
-        ctx.save_for_backward(*_kept(seen.shaped(operands)), *_saved(seen.call, statistics))
+        ctx.save_for_backward(*_kept(operands), *_saved(seen.call, statistics))
         return output
 
     @staticmethod

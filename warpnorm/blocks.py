@@ -318,8 +318,7 @@ class QKNorm(torch.nn.Module):
     def _is_query(self, device: torch.device) -> torch.Tensor:
         """(heads, 1): no buffer, which `to_empty` would empty, and nothing of the module's, which may move elsewhere."""
         key = self.q_heads, self.k_heads, device
-        is_watched = torch.compiler.is_compiling() or pipeline.is_seen_through(())
-        found = None if is_watched else _queries.get(key)
+        found = None if pipeline.is_seen_through(()) else _queries.get(key)
         if found is None:
             with torch.inference_mode(False):  # kept, and then read where there are gradients
                 found = torch.arange(self.q_heads + self.k_heads, device=device)[:, None] < self.q_heads

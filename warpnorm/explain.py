@@ -325,7 +325,7 @@ def _backward(
         partials, times = 0, 2  # what others sum they read once more
     of_rows, of_parts = grid.row_programs(plan, space, problem), grid.backward(plan, space)[1]
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), (of_rows + of_sums, of_parts))]
-    sum_plan = choose.column_sum(problem, device)
+    sum_plan = choose.column_sum(problem, plan, device)
     if plan.pattern == COLUMN:
         launches = _tasks(_kernel_name(plan), grid.column(plan, last, space, problem.has_tasks), last)
     if plan.pattern in (COLUMN, HELD):

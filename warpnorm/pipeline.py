@@ -470,7 +470,7 @@ def prepare_backward(
         last_kernel = bind.backward(problem, last, target, device.index) if last else None
         return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)
     sums = bind.backward_sums(problem, plan, target, device.index)
-    sum_plan = choose.column_sum(problem, target)
+    sum_plan = choose.column_sum(problem, plan, target)
     column_sum = bind.column_sum(problem, sum_plan, target, device.index)
     return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)
 

@@ -260,6 +260,12 @@ def gradient_sum(plan: Plan, space: Space, problem: BackwardProblem, which: int)
     return line_sum(plan, space, gradient) if problem.norm.is_by_channel else partial_sum(plan, space, gradient.axes)
 
 
+def most_partial_rows(plan: Plan, problem: BackwardProblem) -> int:
+    """A power of two: as many at the most do the programs of a plan of long rows leave for each column."""
+    by_cols = -(-problem.width // plan.block_cols) if plan.pattern == LONG_ROW else 1
+    return 1 << (max(plan.programs // by_cols, 1) - 1).bit_length()
+
+
 def partial_sum(plan: Plan, space: Space, axes: str) -> Sum:
     """Of a gradient along `axes`. Every part of the rows leaves one for each column; of a scalar also every part of the
     columns; of a row only the latter do."""

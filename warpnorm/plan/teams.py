@@ -81,7 +81,8 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         return Part(team_cols, 4, 2, team_cols // 1024 if is_heavy else 1)
     if sums == 2 and cols <= 131072:
         return Part(2048, 2, 4, 4)  # LayerNorm at 131072: 70, 64 in two blocks, 68 with 4096 columns
-    return Part(4096, 4, 2, 1 if cols <= 131072 else 4)  # LayerNorm at 262144: 59, and 54 in one block
+    # LayerNorm at 262144: 76, 73 with two programs a unit
+    return Part(4096, 4, 2, 1) if cols <= 131072 else Part(4096, 4, 3, 4)
 
 
 def _plan(

@@ -33,6 +33,8 @@ PLANS = (
     Plan(TEAM, 1, 16, 1, programs=4, splits=8, chunks=2, stages=2),
     Plan(TEAM, 1, 64, 2, programs=3, splits=5, stages=2),
     Plan(TEAM, 1, 32, 1, programs=2, splits=3, chunks=4, stages=3),
+    Plan(TEAM, 1, 64, 1, programs=3, splits=2, chunks=2, stages=3, keeps=True),
+    Plan(TEAM, 1, 32, 1, programs=4, splits=4, chunks=2, stages=1, keeps=True),
 )
 
 

@@ -37,6 +37,7 @@ TEAMS = (
     Plan(TEAM, 1, 128, 2, programs=3, splits=2, stages=3),
     Plan(TEAM, 1, 32, 1, programs=2, splits=3, chunks=4),
     Plan(TEAM, 1, 32, 1, programs=1, splits=8),
+    Plan(TEAM, 1, 32, 1, programs=2, splits=4, chunks=2, keeps=True),
 )
 HOLDERS = (Plan(HELD, 4, 32, 4, programs=8, splits=4), Plan(HELD, 8, 8, 1, programs=6, splits=2))
 TAILS = Layout("tails", (13, 6, 5, 8), why="neither lines nor columns fill their blocks")
@@ -55,7 +56,7 @@ def whole(plan: Plan, layout: Layout) -> Plan:
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 256), (2, 200), (7, 200), (5, 256)])
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
-@pytest.mark.parametrize("plan", TEAMS, ids=["two", "three", "eight"])
+@pytest.mark.parametrize("plan", TEAMS, ids=["two", "three", "eight", "four that keep"])
 def test_rows(plan: Plan, norm: Norm, rows: int, cols: int) -> None:
     def make(seed: int) -> torch.Tensor:
         return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))

@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from warpnorm.kernels.messages import MULTIPLY_32, MULTIPLY_64, RECEIVE
+from warpnorm.kernels.pointwise import MOVE
 from warpnorm.kernels.words import WAIT_32, WAIT_64
 from warpnorm.launch import shared
 from warpnorm.plan.plan import HELD, TEAM
@@ -106,12 +107,12 @@ class Gathered:
 class Found:
     """What an instruction of the assembler gave."""
 
-    def __init__(self, *results: np.ndarray) -> None:
-        self.results = results
+    def __init__(self, *results: np.ndarray, dtype: Any = None) -> None:
+        self.results, self.dtype = results, dtype
 
     def get_result(self, i: int) -> Any:
         found = self.results[i]
-        return interpreter.TensorHandle(found, tl.int64 if found.dtype.itemsize == 8 else tl.int32)
+        return interpreter.TensorHandle(found, self.dtype or (tl.int64 if found.dtype.itemsize == 8 else tl.int32))
 
 
 @contextmanager
@@ -135,6 +136,8 @@ def at_once(seed: int = 0, room: int = 4) -> Iterator[list[str]]:
             launch(self, *args, **kwargs)
 
     def wait(self: Any, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> Found:
+        if asm == MOVE.value:
+            return Found(values[0].data, dtype=values[0].dtype)
         first, second = (value.data for value in values)
         if asm in (MULTIPLY_32.value, MULTIPLY_64.value):
             return Found(first * second)

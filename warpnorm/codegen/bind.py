@@ -237,7 +237,8 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         return BoundKernel(held_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
-        constants["HAS_COPY"] = _has_copy(problem)
+        constants |= _functions(load(pointwise.backward_source(problem)), "hold")
+        constants |= {"HAS_COPY": _has_copy(problem), "KEEPS": plan.keeps}
         return BoundKernel(team_backward_kernel, _with_mailbox(arguments | geometry), constants, plan, device)
     if plan.pattern == ROW:
         constants |= _functions(load(pointwise.backward_source(problem)), "hold")

@@ -22,11 +22,14 @@ FIRST_STREAM = tl.constexpr(OUR_STREAMS)
 TOO_LARGE = tl.constexpr(int(torch.tensor(1e4, device="cpu").to(torch.float8_e4m3fn).view(torch.uint8)))
 
 
+MOVE = tl.constexpr("mov.b32 $0, $1;")
+
+
 @triton.jit
 def held(x, PACK: tl.constexpr):
     """x, but the compiler does not know it: what follows from x is computed again after this, instead of kept in
     registers from before. PACK values are 32 bits. On NVIDIA's GPUs alone."""
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=PACK)
+    return tl.inline_asm_elementwise(MOVE, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=PACK)
 
 
 @triton.jit
@@ -44,7 +47,7 @@ def unordered(x):
     if x.dtype == tl.int64:
         return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], dtype=x.dtype, is_pure=True, pack=1)
     else:
-        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=1)
+        return tl.inline_asm_elementwise(MOVE, "=r,r", [x], dtype=x.dtype, is_pure=True, pack=1)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Access pattern `team`: a row is shared by SPLITS programs that run at the same time, each with CHUNKS blocks of its
 columns. They exchange the sums over their columns through global memory. They are persistent, as in `row.py`, and have two
 rows at hand: a program sends its sums of one, and while they travel it finishes the row before, which it loads once more,
-from L2. In registers are what does not vary by row, the sums over rows, and one chunk. The sums of forward are a mean and
-M2, which all merge in the same order."""
+from L2, or in backward has kept (KEEPS). In registers are what does not vary by row, the sums over rows, and one chunk. The
+sums of forward are a mean and M2, which all merge in the same order."""
 
 import triton
 import triton.language as tl
@@ -193,16 +193,17 @@ def team_forward_kernel(
 @triton.jit
 def begin_row(
     row, operands, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
-    LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr,
-    IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
+    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
+    EPILOGUE_VJP: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Loads a row and sends its sums."""
+    """Loads a row and sends its sums; returns its statistics, and what it keeps of its values."""
     row_offsets = row + tl.arange(0, 1)
     row_mask = rows_mask(row_offsets, rows)
     numbers = ROW_NUMBERS(row_offsets, sizes, rows)
     statistics = load_statistics(statistic_ptrs, numbers, row_mask, IS_CENTERED)
     state = start_walk(tl.zeros((1, BLOCK_COLS), COMPUTE), IS_CENTERED)
+    kept = ()
     for chunk in tl.static_range(CHUNKS):
         col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         mask = row_mask[:, None] & col_mask[None, :]
@@ -212,16 +213,18 @@ def begin_row(
         xhat = tl.where(mask, normalize(c, statistics, IS_CENTERED), 0.0)
         grad_xhat = EPILOGUE_VJP(xhat, c, values, columns[chunk], place)[0]
         state = add_terms(state, grad_xhat, xhat, IS_CENTERED)
+        if KEEPS:
+            kept += (HOLD(values),)
     send(sum_terms(state, IS_CENTERED), mailbox, number, SPLITS, IS_CENTERED)
-    return statistics
+    return statistics, kept
 
 
 @triton.jit
 def finish_row(
-    row, statistics, accumulators, operands, gradients, partials, columns, mailbox, number, strides, sizes, rows, cols,
+    row, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number, strides, sizes, rows, cols,
     LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr,
     PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    IS_CENTERED: tl.constexpr,
+    IS_CENTERED: tl.constexpr, KEEPS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Receives the sums of a row and writes its gradients."""
@@ -234,7 +237,10 @@ def finish_row(
         col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         mask = row_mask[:, None] & col_mask[None, :]
         place = (numbers, col_offsets, cols, mask)
-        values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
+        if KEEPS:
+            values = kept[chunk]
+        else:
+            values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
         c = PROLOGUE(values, columns[chunk], place)
         xhat = tl.where(mask, normalize(c, statistics, IS_CENTERED), 0.0)
         from_epilogue = EPILOGUE_VJP(xhat, c, values, columns[chunk], place)
@@ -251,36 +257,36 @@ def finish_row(
 def walk_share(
     share, shares, group_rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides, sizes,
     rows, cols,
-    LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr,
-    PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr,
-    STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
+    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
+    EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
+    ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr,
+    COMPUTE: tl.constexpr, KEEPS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The share of one team in the rows of a group; returns the number of its next message."""
     row = (share // shares) * group_rows + share % shares
     end = (share // shares + 1) * group_rows
     accumulators = ((tl.zeros((1, BLOCK_COLS), COMPUTE),) * ACCUMULATORS,) * CHUNKS
-    statistics = begin_row(
-        row, operands, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
-        LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+    statistics, kept = begin_row(
+        row, operands, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, LOAD_ROWS, HOLD, ROW_NUMBERS,
+        PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
     for next_row in tl.range(row + shares, end, shares, num_stages=STAGES):
-        next_statistics = begin_row(
-            next_row, operands, columns, mailbox, number + 1, statistic_ptrs, strides, sizes, rows, cols,
-            LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        next_statistics, next_kept = begin_row(
+            next_row, operands, columns, mailbox, number + 1, statistic_ptrs, strides, sizes, rows, cols, LOAD_ROWS, HOLD,
+            ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
         accumulators = finish_row(
-            next_row - shares, statistics, accumulators, operands, gradients, partials, columns, mailbox, number, strides,
-            sizes, rows, cols,
-            LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, IS_CENTERED,
-            BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+            next_row - shares, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number,
+            strides, sizes, rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            ACCUMULATE, IS_CENTERED, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
-        number, statistics = number + 1, next_statistics
+        number, statistics, kept = number + 1, next_statistics, next_kept
     row += (end - 1 - row) // shares * shares  # not carried through the loop, whose loads would not be pipelined then
     accumulators = finish_row(
-        row, statistics, accumulators, operands, gradients, partials, columns, mailbox, number, strides, sizes, rows, cols,
-        LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, IS_CENTERED,
-        BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        row, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number, strides, sizes, rows,
+        cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, IS_CENTERED,
+        KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
     for chunk in tl.static_range(CHUNKS):
         col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
@@ -292,10 +298,10 @@ def walk_share(
 @triton.jit
 def walk_backward(
     operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols,
-    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
-    EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
-    ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
-    ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, HAS_GROUPS: tl.constexpr,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
+    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
+    STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr,
+    IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr, HAS_GROUPS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -309,38 +315,39 @@ def walk_backward(
         for share in tl.range(program, groups * shares, programs):
             number = walk_share(
                 share, shares, rows // groups, number, operands, columns, gradients, partials, mailbox, statistic_ptrs,
-                strides, sizes, rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
-                STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT,
-                SPLITS, STAGES,
+                strides, sizes, rows, cols, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
+                STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS,
+                IS_EXACT, SPLITS, STAGES,
             )  # fmt: skip
     else:
         walk_share(
             program, programs, rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides, sizes,
-            rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
-            STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS, STAGES,
+            rows, cols, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+            STAGES,
         )  # fmt: skip
 
 
 @triton.jit
 def team_backward_kernel(
     operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols,
-    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
-    EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
-    ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
-    ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, HAS_GROUPS: tl.constexpr,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
+    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
+    STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr,
+    IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr, HAS_GROUPS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, HAS_COPY: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
     if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT, HAS_COPY):
         walk_backward(
             operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
-            LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS,
-            ACCUMULATORS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_COLS, CHUNKS, True, SPLITS, STAGES,
+            LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
+            STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, HAS_GROUPS, BLOCK_COLS, CHUNKS, True, SPLITS, STAGES,
         )  # fmt: skip
     else:
         walk_backward(
             operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
-            LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS,
-            ACCUMULATORS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_COLS, CHUNKS, False, SPLITS, STAGES,
+            LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
+            STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, HAS_GROUPS, BLOCK_COLS, CHUNKS, False, SPLITS, STAGES,
         )  # fmt: skip
     let_next_begin(HAS_NEXT)

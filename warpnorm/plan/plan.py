@@ -27,6 +27,8 @@ class Plan:
     `late`: what the epilogue reads of columns is loaded when the statistic is known: fewer registers, but a lone row waits
     for it (`row`, forward, a program for each block of rows).
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
+    `keeps`: what was loaded of a row stays in registers until it is finished, instead of being loaded again from L2 (`team`,
+    backward, on NVIDIA's GPUs).
     `per_unit`: so many programs of a team must fit on a multiprocessor, if not 0: they have no more registers than that
     leaves (`team`, `held`).
     `why`: what the choice followed from; it makes no difference between plans."""
@@ -45,6 +47,7 @@ class Plan:
     streams: bool = False
     late: bool = False
     recomputes: bool = False
+    keeps: bool = False
     per_unit: int = 0
     why: str = field(default="", compare=False)
 

@@ -14,13 +14,14 @@ MOST_STAGES = 3
 
 
 class Part(NamedTuple):
-    """What one program of a team has of a row, in how many blocks, with how many warps; and how many programs a
-    multiprocessor has."""
+    """What one program of a team has of a row, in how many blocks, with how many warps; how many programs a multiprocessor
+    has; and whether each keeps what it loaded."""
 
     cols: int
     warps: int
     per_unit: int
     chunks: int
+    keeps: bool = False
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan | None:
@@ -63,10 +64,12 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         # At 50257: RMSNorm 56, LayerNorm 48, by blocks of columns 36 and 37; 51 and 43 with 2048 columns and 4 warps. fp32
         # 71 and 65, 46 and 46
         return Part(1024, 2, 8, 1) if is_half and cols <= LARGEST_TEAM * 1024 else Part(2048, 4, 3, 1)
+    keeps = not is_heavy and sums == 2 and is_half and loaded <= 4
     if is_half and (sums == 2 or (sums == 1 and kept)) and cols <= 65536:
-        # LayerNorm at 14336: 78, 64 with 4096 columns, at 16384: 80 and 75, at 32768: 79 and 76; silu(x) * r -> LayerNorm at
-        # 16384: 74 and 71, gelu(x + b) -> RMSNorm 57 and 53, RMSNorm * silu(z) 83 and 79
-        return Part(2048, 2, 4, 4 if is_heavy else 1)
+        # LayerNorm at 16384, 32768 and 65536: 84, 84 and 83; if rows are loaded again 81, 80 and 80; with 4096 columns 83, 83
+        # and 82. silu(x) * r -> LayerNorm at 16384: 74, 71 with 4096 columns and 40 if they are kept; gelu(x + b) -> RMSNorm
+        # 57, 53 and 43; RMSNorm * silu(z) 83 and 79
+        return Part(2048, 2, 4, 4 if is_heavy or keeps else 1, keeps)
     if not is_heavy and sums <= 1 and is_half and loaded <= 4:
         # RMSNorm at 32768: 93, at 65536, 131072 and 262144: 88, 87 and 78; with two programs a unit and one block each 84,
         # 82, 79 and 67
@@ -79,10 +82,12 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         # the want of registers; fp32 at 16384: 93, and 67 with 4096 columns for each program
         team_cols = 2048 if sums > 2 or loaded > 8 else 4096
         return Part(team_cols, 4, 2, team_cols // 1024 if is_heavy else 1)
+    if keeps:
+        # LayerNorm at 131072: 82, 80 in one block, 79 with 2048 columns; at 262144: 77, 71 in four blocks
+        return Part(4096, 4, 2, 4 if cols <= 131072 else 1, keeps)
     if sums == 2 and cols <= 131072:
-        return Part(2048, 2, 4, 4)  # LayerNorm at 131072: 70, 64 in two blocks, 68 with 4096 columns
-    # LayerNorm at 262144: 76, 73 with two programs a unit
-    return Part(4096, 4, 2, 1) if cols <= 131072 else Part(4096, 4, 3, 4)
+        return Part(2048, 2, 4, 4)  # LayerNorm at 131072: 79, with the sums of teams as they were 70, 64 in two blocks
+    return Part(4096, 4, 2, 1 if cols <= 131072 else 4)  # LayerNorm at 262144: 73
 
 
 def _plan(
@@ -100,12 +105,13 @@ def _plan(
     teams = device.units * part.per_unit // splits
     stages = 1  # elements that are moved alone are too small for a pipeline
     if problem.has_vectors:
-        stages = needs.stages(device, part.per_unit, 2 * needs.loaded_bytes(loads, part.cols), IN_FLIGHT_BYTES)
+        times = 1 if part.keeps else 2
+        stages = needs.stages(device, part.per_unit, times * needs.loaded_bytes(loads, part.cols), IN_FLIGHT_BYTES)
         stages = min(stages, MOST_STAGES)
     if teams == 0 or (problem.has_vectors and stages == 1):
         return None
     why = f"{splits} programs that run at the same time share a row and exchange its {what}"
     return Plan(
         TEAM, 1, part.cols // part.chunks, part.warps, teams, splits, part.chunks, stages,
-        recomputes=recomputes, per_unit=part.per_unit, why=why,
+        recomputes=recomputes, keeps=part.keeps, per_unit=part.per_unit, why=why,
     )  # fmt: skip

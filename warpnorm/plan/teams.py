@@ -66,7 +66,7 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         return Part(1024, 2, 8, 1) if is_half and cols <= LARGEST_TEAM * 1024 else Part(2048, 4, 3, 1)
     keeps = not is_heavy and sums == 2 and is_half and loaded <= 4
     if is_half and (sums == 2 or (sums == 1 and kept)) and cols <= 65536:
-        # LayerNorm at 16384, 32768 and 65536: 84, 84 and 83; if rows are loaded again 81, 80 and 80; with 4096 columns 83, 83
+        # LayerNorm at 16384, 32768 and 65536: 84, 84 and 83; if rows are loaded again 81, 80, 80; with 4096 columns 83, 83
         # and 82. silu(x) * r -> LayerNorm at 16384: 74, 71 with 4096 columns and 40 if they are kept; gelu(x + b) -> RMSNorm
         # 57, 53 and 43; RMSNorm * silu(z) 83 and 79
         return Part(2048, 2, 4, 4 if is_heavy or keeps else 1, keeps)

@@ -141,7 +141,7 @@ def quick_gelu(x):
 
 @triton.jit
 def quick_gelu_slope(x):
-    return normal_distribution(x) + x * (0.3989422804014327 * tl.exp2(-0.7213475204444817 * x * x))
+    return normal_distribution(x) + x * tl.exp2(-0.7213475204444817 * x * x - 1.3257480647361592)
 
 
 @triton.jit

@@ -37,6 +37,8 @@ AHEAD_BYTES = 8 * 1024 * 1024
 LAST_BYTES = 16 * 1024
 # Bytes of the lines of a tile of last tasks, side by side, where there are as many
 WIDE_BYTES = 256
+# Lines, columns and warps of tiles of halves, where memory runs across the lines
+WIDE_TILE = (64, 64, 4)
 # Lines of a tile whose rows every program may merge itself
 TALLEST_MERGE = 64
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
@@ -319,7 +321,23 @@ def column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
     """By turns where tiles stay in L2 between their tasks; on AMD's GPUs programs cannot wait for each other."""
     plan = _column(problem, device)
     is_apart = problem.has_tasks and not device.is_interpreter and (plan.held == 0 or device.backend == "hip")
-    return replace(plan, tasks=FIRST) if is_apart else plan
+    return replace(_by_two_warps(problem, plan), tasks=FIRST) if is_apart else plan
+
+
+def _by_two_warps(problem: ForwardProblem | BackwardProblem, plan: Plan) -> Plan:
+    """First tasks whose walks across the lines of a channel are short, as it takes long to merge the lanes of their tiles.
+    BatchNorm of halves, channels last, forward and backward, in microseconds, in brackets by wide tiles: 256 x 2048 x 7 x 7
+    41 [45] and 63 [67], 65536 x 1024 105 [108] and 163 [166], 64 x 256 x 56 x 56 83 [81] and 123 [123]. Images of an odd
+    size, NCHW: 256 x 2048 x 7 x 7 43 [51] and 65 [72], 256 x 1024 x 14 x 14 87 [97] and 133 [134]."""
+    is_wide = (plan.block_rows, plan.block_cols, plan.warps) == WIDE_TILE
+    if not (is_wide and _is_across(problem) and problem.norm.rows == CHANNEL and needs.itemsize(problem) <= 2):
+        return plan
+    if problem.has_pieces:
+        block_cols = 16 if isinstance(problem, BackwardProblem) else 8
+        return replace(plan, block_rows=2 * plan.block_rows, block_cols=block_cols, warps=2)
+    # Each merges what it needs of 1024 channels, too
+    programs = 2 * plan.programs // grid.LARGEST_MERGE * grid.LARGEST_MERGE
+    return replace(plan, block_cols=plan.block_cols // 2, warps=2, programs=programs)
 
 
 def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Space) -> Plan | None:
@@ -331,8 +349,12 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     is_little = plan.block_rows <= TALLEST_MERGE
     is_joint = is_little and plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
     plan = replace(plan, tasks=JOINT if is_joint else LAST)
-    is_walked = plan.chunks > 0 and not (_is_across(problem) and needs.is_quick(problem))
-    if is_walked or is_joint or (isinstance(problem, BackwardProblem) and problem.left_last):
+    if isinstance(problem, BackwardProblem) and problem.left_last:  # in as many parts as the others
+        return plan
+    if plan.warps == 2 and _is_across(problem) and problem.norm.rows == CHANNEL:
+        rows, cols, warps = WIDE_TILE
+        plan = replace(plan, block_rows=rows, block_cols=cols, warps=warps, programs=plan.programs // 2)
+    if is_joint or (plan.chunks > 0 and not (_is_across(problem) and needs.is_quick(problem))):
         return plan
     # Short walks. Channels last, in microseconds, in brackets by walks as those of first tasks: BatchNorm of 64 x 256 x 56 x
     # 56 fp32 forward and backward 155 [160] and 241 [245], fp16 83 [84] and 125 [128]; 256 x 64 x 112 x 112 fp32 582 [604]

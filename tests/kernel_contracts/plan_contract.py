@@ -141,7 +141,7 @@ def test_gradients_of_rows_few_and_many(rows: int, device: str) -> None:
 def test_partial_rows_are_summed_by_blocks_of_any_size(
     cols: int, norm: Norm, blocks: tuple[int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "column_sum", lambda problem, device: Plan(ROW, *blocks))
+    monkeypatch.setattr(choose, "column_sum", lambda problem, plan, device: Plan(ROW, *blocks))
     pipeline.prepare_backward.cache_clear()
     check(cols, norm, torch.float32, device, None, None)
     pipeline.prepare_backward.cache_clear()

@@ -293,13 +293,15 @@ def column_sum(problem: BackwardProblem, plan: Plan, device: Device, index: int)
 def gradient_sums(
     problem: BackwardProblem, which: tuple[int, ...], plan: Plan, device: Device, index: int
 ) -> BoundKernel:
+    """Of norms by channel in float64: there are few, each of few partial sums."""
     dtypes = tuple(problem.gradients[i].dtype for i in which)
-    return _column_sum(problem.compute, dtypes, plan, device, index)
+    added = torch.float64 if problem.norm.is_by_channel else problem.compute
+    return _column_sum(problem.compute, added, dtypes, plan, device, index)
 
 
 @_once
 def _column_sum(
-    compute: torch.dtype, dtypes: tuple[torch.dtype, ...], plan: Plan, device: Device, index: int
+    compute: torch.dtype, added: torch.dtype, dtypes: tuple[torch.dtype, ...], plan: Plan, device: Device, index: int
 ) -> BoundKernel:
     arguments = {
         "partials": tuple(Argument("*" + TYPES[compute], ALIGNED) for _ in dtypes),
@@ -311,7 +313,7 @@ def _column_sum(
     }
     constants = {
         "COUNT": len(dtypes),
-        "COMPUTE": COMPUTE[compute],
+        "COMPUTE": COMPUTE[added],
         "BLOCK_ROWS": plan.block_rows,
         "BLOCK_COLS": plan.block_cols,
         "IS_CHAINED": _can_chain(device),

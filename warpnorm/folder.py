@@ -32,16 +32,20 @@ def current() -> Path:
     why = refusal(folder)
     if not why:
         return folder
-    if folder not in _told:
-        _told.add(folder)
-        warnings.warn(WARNING.format(why), RuntimeWarning, stacklevel=2)
+    _tell(folder, why)
     return private()
 
 
 def made() -> Path:
     """The same folder, to write into."""
     folder = current()
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        _tell(
+            folder, f"the cache folder {folder} cannot be made ({error.strerror}): name another in WARPNORM_CACHE_DIR"
+        )
+        raise
     return current()  # somebody else may have made it meanwhile
 
 
@@ -114,6 +118,13 @@ def is_sealed(library: Path) -> bool:
     body, end = content[:-size], content[-size:]
     is_whole = end == SEAL + hashlib.sha256(body).digest()
     return is_whole and not is_foreign(found) and not (os.name == "posix" and found.st_mode & OTHERS)
+
+
+def _tell(folder: Path, why: str) -> None:
+    """Once."""
+    if folder not in _told:
+        _told.add(folder)
+        warnings.warn(WARNING.format(why), RuntimeWarning, stacklevel=3)
 
 
 def _remove(owner: int, folder: Path) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -220,6 +221,20 @@ def test_a_folder_that_fails(fault: Fault, home: Path, monkeypatch: pytest.Monke
     assert not home.is_dir() or left_behind(home) == []
     with settings.override(cache_dir=home):
         assert build.load(source()).answer() == 42, "and again"
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
+    """Every process compiles anew then, which nobody would know."""
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(folder, "_told", set())
+    with settings.override(cache_dir=tmp_path / "file" / "cache"):
+        with pytest.warns(RuntimeWarning, match="cannot be made .*: name another in WARPNORM_CACHE_DIR"):
+            assert first_call()()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert first_call()()
 
 
 def test_no_folder_anywhere(home: Path, monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:

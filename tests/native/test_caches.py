@@ -197,7 +197,7 @@ TABLES = {
     "warpnorm.codegen.cache._modules": "test_generated_modules",
     "warpnorm.cpu.build._libraries": "test_libraries_that_nobody_has_are_closed",
     "warpnorm.cpu.memory._kept": "WARPNORM_KEEP_MB",
-    "warpnorm.folder._told": "cache folders that were refused",
+    "warpnorm.folder._told": "cache folders that were refused, or cannot be made",
     "warpnorm.integrate.patch._classes": "classes of modules",
     "warpnorm.launch.shared._left": "devices",
     "warpnorm.launch.shared._lenders": "test_lenders",

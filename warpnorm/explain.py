@@ -18,7 +18,7 @@ from warpnorm.library import is_sharded
 from warpnorm.norms import GROUP_NORM, TRACKED_NORM
 from warpnorm.parallel import functional as parallel
 from warpnorm.parallel.opened import stand_ins
-from warpnorm.plan import choose, grid
+from warpnorm.plan import choose, grid, totals
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN, HELD, LONG_ROW, ROW, Plan
@@ -325,11 +325,11 @@ def _backward(
         partials, times = 0, 2  # what others sum they read once more
     of_rows, of_parts = grid.row_programs(plan, space, problem), grid.backward(plan, space)[1]
     launches: list[tuple[str, tuple[int, ...]]] = [(_kernel_name(plan), (of_rows + of_sums, of_parts))]
-    sum_plan = choose.column_sum(problem, plan, device)
+    sum_plan = totals.column(problem, plan, device)
     if plan.pattern == COLUMN:
         launches = _tasks(_kernel_name(plan), grid.column(plan, last, space, problem.has_tasks), last)
     if plan.pattern in (COLUMN, HELD):
-        sum_plan = choose.line_sum(problem, device)
+        sum_plan = totals.line(problem, device)
     if has_sums and plan.pattern == LONG_ROW:
         launches = [("long_row_sums_kernel", (space.rows, 1)), *launches]
     if sums and not of_sums:

@@ -25,7 +25,7 @@ from warpnorm import settings, version
 from warpnorm.errors import UnavailableError
 from warpnorm.launch.autograd import Normalization
 from warpnorm.norms import BATCH_NORM, GROUP_NORM, Norm
-from warpnorm.plan import choose, grid
+from warpnorm.plan import choose, grid, totals
 from warpnorm.plan import device as devices
 from warpnorm.plan.plan import COLUMN, HELD, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
@@ -457,9 +457,9 @@ def prepare_backward(
         from warpnorm.launch.column import ColumnBackwardLaunch
         from warpnorm.launch.held import HeldBackwardLaunch
 
-        sum_plan = choose.line_sum(problem, target)
+        sum_plan = totals.line(problem, target)
         column_sums = []
-        for plan_of, is_tall in ((sum_plan, False), (choose.tall_sum(problem, target), True)):
+        for plan_of, is_tall in ((sum_plan, False), (totals.tall(problem, target), True)):
             left = grid.left(plan, problem)
             which = tuple(i for i in left if (grid.gradient_sum(plan, space, problem, i).width == 1) == is_tall)
             if which:
@@ -470,7 +470,7 @@ def prepare_backward(
         last_kernel = bind.backward(problem, last, target, device.index) if last else None
         return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)
     sums = bind.backward_sums(problem, plan, target, device.index)
-    sum_plan = choose.column_sum(problem, plan, target)
+    sum_plan = totals.column(problem, plan, target)
     column_sum = bind.column_sum(problem, sum_plan, target, device.index)
     return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)
 

@@ -8,7 +8,7 @@ import warpnorm
 from kernel_contracts.running import NORMS, call_for, check_accuracy, operands_for, run_planned
 from warpnorm import pipeline
 from warpnorm.norms import Norm
-from warpnorm.plan import choose, grid
+from warpnorm.plan import grid, totals
 from warpnorm.plan.plan import LONG_ROW, ROW, Plan
 from warpnorm.space import Space
 
@@ -141,7 +141,7 @@ def test_gradients_of_rows_few_and_many(rows: int, device: str) -> None:
 def test_partial_rows_are_summed_by_blocks_of_any_size(
     cols: int, norm: Norm, blocks: tuple[int, int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "column_sum", lambda problem, plan, device: Plan(ROW, *blocks))
+    monkeypatch.setattr(totals, "column", lambda problem, plan, device: Plan(ROW, *blocks))
     pipeline.prepare_backward.cache_clear()
     check(cols, norm, torch.float32, device, None, None)
     pipeline.prepare_backward.cache_clear()

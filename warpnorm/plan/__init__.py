@@ -5,6 +5,7 @@ plan    the frozen record of what was chosen
 choose  the heuristics
 teams   those of programs that share a row
 pieces  those of rows in pieces that stay in registers
+totals  those of the launch that adds up partial sums
 needs   what a problem needs of a device
 grid    how many programs run a plan
 """

@@ -11,7 +11,6 @@ from warpnorm.plan.plan import FIRST, JOINT, LAST, LONG_ROW, ROW, Plan
 from warpnorm.problem import (
     COLUMN,
     FULL,
-    GROUP,
     TILES,
     VECTOR_BYTES,
     BackwardProblem,
@@ -43,8 +42,6 @@ WIDE_TILE = (64, 64, 4)
 TALLEST_MERGE = 64
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
 SHORT_ROW = 64
-# Rows of a block of partial sums, at the most
-TALLEST_SUM = 128
 # Operators that cost next to nothing to compute again
 LIGHT = frozenset({"add", "sub", "neg"})
 
@@ -449,32 +446,6 @@ def _walk_depth(loads: tuple[Operand, ...], elements: int, per_unit: int, device
     """As many stages as shared memory has room for."""
     stage_bytes = max(needs.loaded_bytes(loads, elements), 1)
     return 1 + max(0, (device.shared_bytes // per_unit - needs.SPARE_SHARED_BYTES) // stage_bytes)
-
-
-def line_sum(problem: BackwardProblem, device: Device) -> Plan:
-    """Partial sums of norms by channel: one for each piece of a channel, or part of it."""
-    # GroupNorm and InstanceNorm backward of 32 x 320 x 64 x 64, channels last, in microseconds: 114 and 121, with 32 rows
-    # and a warp 119 and 126; NCHW 70 and 71
-    return Plan(ROW, 256, 16, 8, why="tall blocks, so that few steps are enough")
-
-
-def tall_sum(problem: BackwardProblem, device: Device) -> Plan:
-    """Of sums that are one number for many partial ones."""
-    return Plan(ROW, 2048, 1, 4, why="one column")
-
-
-def column_sum(problem: BackwardProblem, plan: Plan, device: Device) -> Plan:
-    """Some hundred partial rows, all in L2; the interpreter runs programs one after another, so few of them."""
-    if device.is_interpreter:
-        return Plan(ROW, 16, 4096, 4, why="few programs")
-    # LayerNorm backward of 512 x 1024 fp16, in microseconds: 5.9, 6.9 with 64 rows of 64 columns and 4 warps, 10.1 with 16;
-    # of 32768 x 4096: 208, 211 and 219
-    tallest, why = TALLEST_SUM, "tall and narrow blocks: few steps, and enough programs"
-    if all(problem.gradients[i].axes in (COLUMN, GROUP) for i in problem.reduced) and plan.pattern != ROW:
-        # LayerNorm backward at 65536, 131072 and 262144, in microseconds: 235, 242 and 261, and with 128 rows 251, 271 and
-        # 320; RMSNorm 210, 213 and 217, and 216, 226 and 245
-        tallest, why = min(tallest, grid.most_partial_rows(plan, problem)), "as tall as there are partial rows"
-    return Plan(ROW, tallest, 32 * (TALLEST_SUM // tallest), 8, why=why)
 
 
 def _largest_row(problem: ForwardProblem) -> int:

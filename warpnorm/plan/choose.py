@@ -388,7 +388,8 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         return Plan(COLUMN_PATTERN, 32, min(cols, 256), 4, 3, chunks=chunks, ahead=1, held=16, why="few programs")
     if _is_across(problem):
         # BatchNorm of 64 x 256 x 56 x 56, channels last, fp16, forward and backward: 56 and 57; with 3 programs 55 and 56,
-        # with 32 columns 55 and 55. What is loaded between two visits does not stay in L2: by turns 33
+        # with 32 columns 55 and 55. What is loaded between two visits does not stay in L2: by turns 33; GroupNorm and
+        # InstanceNorm of 32 x 320 x 64 x 64 by turns, in microseconds, 90 and 101, one task after the other 75 and 86
         if not problem.has_tasks and problem.norm.rows == CHANNEL:
             return _across_once(problem, device)
         is_light = problem.has_tasks and tensors <= 2 and sums <= 2

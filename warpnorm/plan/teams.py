@@ -25,7 +25,9 @@ class Part(NamedTuple):
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan | None:
-    """Every element is computed twice: silu(x) * r -> LayerNorm at 32768 is walked by one program, 61, and 52 by a team."""
+    """Every element is computed twice: silu(x) * r -> LayerNorm at 32768 is walked by one program, 61, and 52 by a team.
+    It is loaded twice as well: kept in registers, LayerNorm at 131072 and 262144 takes 174 and 178 microseconds instead of
+    151 and 152, RMSNorm 153 and 161 instead of 143."""
     is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
     if not problem.has_vectors:
         # At 50257: RMSNorm 69, LayerNorm 54, walked by one program 38 and 34; 62 and 54 with three rows at hand, 65 and 41

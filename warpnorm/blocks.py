@@ -20,7 +20,7 @@ _queries: dict[tuple[int, int, torch.device], torch.Tensor] = {}  # which of so 
 
 
 class _AddNorm(torch.nn.Module):
-    """A residual stream before the norm that the class after this one is."""
+    """A residual stream before the norm that the class after this one is; without a residual, x begins one."""
 
     def __init__(self, normalized_shape: Any, *args: Any, dropout: float = 0.0, **kwargs: Any) -> None:
         super().__init__(normalized_shape, *args, **kwargs)
@@ -28,20 +28,21 @@ class _AddNorm(torch.nn.Module):
             raise InputError(f"dropout is a probability of at least 0 and less than 1, but it is {dropout}")
         self.dropout = dropout
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         if isinstance(x, Proxy) and (call := symbolic.call_of(self, x, residual)) is not None:
             return call[0], call[1]
         try:
             return self._added(x, residual)
         except REFUSALS:
-            _check_beside(self, x, Real, residual=residual)
+            others: dict[str, Any] = {} if residual is None else {"residual": residual}
+            _check_beside(self, x, Real, **others)
             raise
 
     @fuse
-    def _added(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _added(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         if self.dropout > 0.0 and self.training:
             x = F.dropout(x, self.dropout)
-        h = residual + x
+        h = x if residual is None else residual + x
         return self._normalized(h), h
 
     def _normalized(self, h: torch.Tensor) -> torch.Tensor:
@@ -52,16 +53,17 @@ class _AddNorm(torch.nn.Module):
 
 
 class AddLayerNorm(_AddNorm, torch.nn.LayerNorm):  # type: ignore[misc]
-    """h = residual + dropout(x); returns `(layer_norm(h), h)`: what a residual stream needs between two blocks. The
-    arguments are those of `torch.nn.LayerNorm`; `dropout` is the probability of an element to be zero in training."""
+    """h = residual + dropout(x), or without a residual dropout(x); returns `(layer_norm(h), h)`: what a residual stream
+    needs between two blocks. The arguments are those of `torch.nn.LayerNorm`; `dropout` is the probability of an element to
+    be zero in training."""
 
     def _normalized(self, h: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(h, self.normalized_shape, *_widened(h, self.weight, self.bias, self.eps))
 
 
 class AddRMSNorm(_AddNorm, torch.nn.RMSNorm):  # type: ignore[misc]
-    """h = residual + dropout(x); returns `(rms_norm(h), h)`. The arguments are those of `torch.nn.RMSNorm`; `dropout` is the
-    probability of an element to be zero in training."""
+    """h = residual + dropout(x), or without a residual dropout(x); returns `(rms_norm(h), h)`. The arguments are those of
+    `torch.nn.RMSNorm`; `dropout` is the probability of an element to be zero in training."""
 
 
 class GatedRMSNorm(torch.nn.RMSNorm):

@@ -95,6 +95,28 @@ def test_dropout(kind: Any) -> None:
     assert output.shape == x.shape
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("kind", [warpnorm.nn.AddLayerNorm, warpnorm.nn.AddRMSNorm])
+def test_a_stream_begins_without_a_residual(kind: Any, dropout: float) -> None:
+    """As with one of zeros, in every way that a module is called."""
+    module = kind(COLS, eps=1e-5, dropout=dropout).eval()
+    x = torch.randn(400, COLS, requires_grad=True)
+    right, begun = module(x, torch.zeros(400, COLS))
+    traced = torch.fx.symbolic_trace(module, concrete_args={"residual": None})
+    for output, h in (module(x), module(x, None), module(x, residual=None), traced(x), copy.deepcopy(module)(x)):
+        assert h.equal(begun)
+        torch.testing.assert_close(output, right)
+    expected = torch.autograd.grad((right * begun).sum(), (x, module.weight), retain_graph=True)
+    output, h = module(x)
+    for found, true in zip(torch.autograd.grad((output * h).sum(), (x, module.weight)), expected, strict=True):
+        torch.testing.assert_close(found, true)
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        module(torch.randn(4, COLS + 1))
+    if dropout:
+        output, h = module.train()(x)
+        assert 0.4 < (h == 0).float().mean() < 0.6
+
+
 def test_running_statistics_are_those_of_batch_norm() -> None:
     ours, theirs = warpnorm.nn.BatchNormReLU2d(8), torch.nn.BatchNorm2d(8)
     for seed in range(3):
@@ -157,7 +179,8 @@ def test_what_does_not_fit_beside_the_input_is_refused(kind: Any) -> None:
         InputError, match=rf"^{name}: \w+ has shape \(3, 64\), but input has shape \(2, 64\): it must be"
     ):
         module(TWO, THREE)
-    for given in ((TWO, None), (TWO, "gate"), (None, TWO)):
+    has_default = kind in ROWS[:2]  # they begin a residual stream
+    for given in ((None,) if has_default else (TWO, None), (TWO, "gate"), (None, TWO)):
         with pytest.raises(InputTypeError, match=rf"^{name}: \w+ must be a tensor, but is a (NoneType|str)$"):
             module(*given)
     module(TWO, THREE[:1])

@@ -19,7 +19,7 @@ CASES = {  # norm, shape, dtype, layout, backward, target, lanes to a row, warps
     "in_blocks": ("layer_norm", (8, 5120), "bf16", "nchw", False, "sm_90", 32, 4),  # and here it is one of five
     "backward": ("rms_norm", (64, 2048), "fp32", "nchw", True, "sm_80", 32, 4),  # another kernel, another GPU
     "amd": ("rms_norm", (64, 8192), "bf16", "nchw", False, "gfx942", 64, 8),  # 64 lanes
-    "across": ("batch_norm", (8, 64, 16, 16), "fp16", "nhwc", False, "sm_90", 4, 2),  # lanes along rows first
+    "across": ("batch_norm", (8, 64, 16, 16), "fp16", "nhwc", False, "sm_90", 4, 4),  # lanes along rows first
 }
 
 

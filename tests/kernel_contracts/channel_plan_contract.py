@@ -43,6 +43,8 @@ PLANS = (
     Plan(COLUMN, 4, 32, 4, ahead=0, held=1000),
     Plan(COLUMN, 2, 16, 4, tasks=FIRST),
     Plan(COLUMN, 8, 8, 4, chunks=2, stages=2, ahead=2, held=1000),
+    Plan(COLUMN, 32, 32, 2, programs=8, chunks=0, stages=3, tasks=FIRST),
+    Plan(COLUMN, 64, 32, 2, programs=8, chunks=0, stages=3, tasks=FIRST),
 )
 
 

@@ -38,6 +38,8 @@ LAST_BYTES = 16 * 1024
 WIDE_BYTES = 256
 # Lines, columns and warps of tiles of halves, where memory runs across the lines
 WIDE_TILE = (64, 64, 4)
+NARROW_TILES = ((64, 32, 2), (128, 8, 2), (128, 16, 2))
+FEW_PIECES, MANY_CHANNELS = 256, 1024
 # Lines of a tile whose rows every program may merge itself
 TALLEST_MERGE = 64
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
@@ -57,7 +59,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         block_rows = min(4096 // needs.words(problem) // cols, 512)
         return Plan(ROW, block_rows, cols, 4, why="short rows that lie side by side: a tile has them whole")
     if problem.norm.is_by_channel and (is_long or not _has_whole_rows(problem)):
-        return column(problem, device)
+        return column(problem, device, space)
     is_light = all(node.operator in LIGHT for node in problem.prologue.nodes)
     if is_light and (is_long or problem.width > 8192) and _can_lie_in_registers(problem, device):
         return _wide_forward(problem, device)
@@ -162,7 +164,7 @@ def backward(problem: BackwardProblem, device: Device, space: Space | None = Non
         return plan
     is_row = _is_short_across(problem) or (_has_whole_rows(problem) and problem.cols_class <= ROW_BY_CHANNEL)
     if problem.norm.is_by_channel and not is_row:
-        return column(problem, device)
+        return column(problem, device, space)
     cols = problem.cols_class
     loads = problem.operands + problem.grad_outputs
     block_cols, chunks = _blocks(problem)
@@ -201,7 +203,7 @@ def backward(problem: BackwardProblem, device: Device, space: Space | None = Non
     if live <= device.registers_per_unit * most // 16:
         return _row_backward(problem, device, loads, block_cols, chunks)
     if problem.norm.is_by_channel:  # the patterns below sum over rows, not along lines
-        return column(problem, device)
+        return column(problem, device, space)
     if kept and live <= device.registers_per_unit * 5 // 8 and problem.has_vectors:
         # silu(x) * r -> LayerNorm at 8192: 92; 86 with 16 warps, 75 in two halves, 63 by blocks
         why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
@@ -314,27 +316,32 @@ def _row_backward_by_blocks(
     )  # fmt: skip
 
 
-def column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
+def column(problem: ForwardProblem | BackwardProblem, device: Device, space: Space | None = None) -> Plan:
     """By turns where tiles stay in L2 between their tasks; on AMD's GPUs programs cannot wait for each other."""
     plan = _column(problem, device)
     is_apart = problem.has_tasks and not device.is_interpreter and (plan.held == 0 or device.backend == "hip")
-    return replace(_by_two_warps(problem, plan), tasks=FIRST) if is_apart else plan
+    if not is_apart:
+        return plan
+    is_by_two = space is not None and device.backend == "cuda" and _is_by_two_warps(problem, plan, space)
+    return replace(_by_two_warps(problem, plan) if is_by_two else plan, tasks=FIRST)
+
+
+def _is_by_two_warps(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Space) -> bool:
+    """First tasks of halves whose walks across the lines of a channel are short, as it takes long to merge the lanes of wide
+    tiles; two warps take longer to merge pieces, which must be few, or those of many channels, of which there are few parts.
+    BatchNorm, forward and backward, in microseconds, in brackets by wide tiles: images of an odd size, NCHW 256 x 2048 x 7 x
+    7 43 [51] and 65 [72], 256 x 1024 x 14 x 14 87 [97] and 133 [134]; channels last 256 x 2048 x 7 x 7 41 [45] and 63 [67],
+    65536 x 1024 105 [108] and 163 [166], but 64 x 256 x 56 x 56 83 [81] and 123 [123]."""
+    is_wide = (plan.block_rows, plan.block_cols, plan.warps) == WIDE_TILE and needs.itemsize(problem) <= 2
+    is_short = space.pieces <= FEW_PIECES if problem.has_pieces else space.rows >= MANY_CHANNELS
+    return is_wide and is_short and _is_across(problem) and problem.norm.rows == CHANNEL
 
 
 def _by_two_warps(problem: ForwardProblem | BackwardProblem, plan: Plan) -> Plan:
-    """First tasks whose walks across the lines of a channel are short, as it takes long to merge the lanes of their tiles.
-    BatchNorm of halves, channels last, forward and backward, in microseconds, in brackets by wide tiles: 256 x 2048 x 7 x 7
-    41 [45] and 63 [67], 65536 x 1024 105 [108] and 163 [166], 64 x 256 x 56 x 56 83 [81] and 123 [123]. Images of an odd
-    size, NCHW: 256 x 2048 x 7 x 7 43 [51] and 65 [72], 256 x 1024 x 14 x 14 87 [97] and 133 [134]."""
-    is_wide = (plan.block_rows, plan.block_cols, plan.warps) == WIDE_TILE
-    if not (is_wide and _is_across(problem) and problem.norm.rows == CHANNEL and needs.itemsize(problem) <= 2):
-        return plan
-    if problem.has_pieces:
-        block_cols = 16 if isinstance(problem, BackwardProblem) else 8
-        return replace(plan, block_rows=2 * plan.block_rows, block_cols=block_cols, warps=2)
-    # Each merges what it needs of 1024 channels, too
-    programs = 2 * plan.programs // grid.LARGEST_MERGE * grid.LARGEST_MERGE
-    return replace(plan, block_cols=plan.block_cols // 2, warps=2, programs=programs)
+    rows, cols, warps = NARROW_TILES[0 if not problem.has_pieces else 1 if isinstance(problem, ForwardProblem) else 2]
+    # So many that the last tasks merge what they need of 1024 channels themselves
+    programs = plan.programs if problem.has_pieces else min(2 * plan.programs, 16 * grid.LARGEST_MERGE)
+    return replace(plan, block_rows=rows, block_cols=cols, warps=warps, programs=programs)
 
 
 def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Space) -> Plan | None:
@@ -348,7 +355,7 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     plan = replace(plan, tasks=JOINT if is_joint else LAST)
     if isinstance(problem, BackwardProblem) and problem.left_last:  # in as many parts as the others
         return plan
-    if plan.warps == 2 and _is_across(problem) and problem.norm.rows == CHANNEL:
+    if (plan.block_rows, plan.block_cols, plan.warps) in NARROW_TILES and _is_across(problem) and plan.chunks == 0:
         rows, cols, warps = WIDE_TILE
         plan = replace(plan, block_rows=rows, block_cols=cols, warps=warps, programs=plan.programs // 2)
     if is_joint or (plan.chunks > 0 and not (_is_across(problem) and needs.is_quick(problem))):

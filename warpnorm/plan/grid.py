@@ -261,7 +261,8 @@ def gradient_sum(plan: Plan, space: Space, problem: BackwardProblem, which: int)
 
 
 def most_partial_rows(plan: Plan, problem: BackwardProblem) -> int:
-    """A power of two: as many at the most do the programs of a plan of long rows leave for each column."""
+    """A power of two: as many at the most do the programs of a plan of long rows leave for each column, unless there are
+    more groups of rows."""
     by_cols = -(-problem.width // plan.block_cols) if plan.pattern == LONG_ROW else 1
     return 1 << (max(plan.programs // by_cols, 1) - 1).bit_length()
 

@@ -293,7 +293,7 @@ def column_sum(problem: BackwardProblem, plan: Plan, device: Device, index: int)
 def gradient_sums(
     problem: BackwardProblem, which: tuple[int, ...], plan: Plan, device: Device, index: int
 ) -> BoundKernel:
-    """Of norms by channel in float64: there are few, each of few partial sums."""
+    """Of norms by channel in float64: there are not many."""
     dtypes = tuple(problem.gradients[i].dtype for i in which)
     added = torch.float64 if problem.norm.is_by_channel else problem.compute
     return _column_sum(problem.compute, added, dtypes, plan, device, index)

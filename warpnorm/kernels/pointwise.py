@@ -20,8 +20,6 @@ FROM_FLOAT16 = tl.constexpr(
 FIRST_STREAM = tl.constexpr(OUR_STREAMS)
 # What is too large for a float8_e4m3fn is NaN up to PyTorch 2.12, and the largest number from then on
 TOO_LARGE = tl.constexpr(int(torch.tensor(1e4, device="cpu").to(torch.float8_e4m3fn).view(torch.uint8)))
-
-
 MOVE = tl.constexpr("mov.b32 $0, $1;")
 
 

@@ -73,8 +73,8 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         # 57, 53 and 43; RMSNorm * silu(z) 83 and 79
         return Part(2048, 2, 4, 4 if is_heavy or keeps else 1, keeps)
     if not is_heavy and sums <= 1 and is_half and loaded <= 4:
-        # RMSNorm at 32768: 93, at 65536, 131072 and 262144: 88, 87 and 78; with two programs a unit and one block each 84,
-        # 82, 79 and 67
+        # RMSNorm at 32768: 93, at 65536, 131072 and 262144: 91, 90 and 88; with two programs a unit and one block each, and
+        # the sums of teams as they were, 84, 82, 79 and 67
         return Part(2048, 2, 6, 4) if cols <= 32768 else Part(4096, 4, 3, 4)
     if not is_heavy and not is_half and loaded <= 8 and cols <= 2048 * LARGEST_TEAM:
         # fp32 at 16384 and 65536: RMSNorm 95 and 92, LayerNorm 92 and 87; with 4096 columns and 4 warps 93 and 88, 86 and 82

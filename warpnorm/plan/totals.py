@@ -1,5 +1,6 @@
 """Plans of the launch that adds up what programs leave behind: blocks of partial sums. Times are of an H200."""
 
+from warpnorm.norms import GROUPS
 from warpnorm.plan import grid
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import ROW, Plan
@@ -9,8 +10,9 @@ TALLEST = 128  # rows of a block, at the most
 
 
 def line(problem: BackwardProblem, device: Device) -> Plan:
-    """Partial sums of norms by channel: one for each piece of a channel, or part of it; few where samples have their own."""
-    if all(inner_lines(problem.gradients[i]) == len(problem.gradients[i].row_strides) for i in problem.reduced):
+    """Partial sums of norms by channel: many for each channel, but few where groups have a value for each sample."""
+    summed = [problem.gradients[i] for i in problem.reduced]
+    if problem.norm.rows == GROUPS and all(inner_lines(gradient) == len(gradient.row_strides) for gradient in summed):
         return Plan(ROW, 32, 16, 1, why="small blocks")
     # GroupNorm and InstanceNorm backward of 32 x 320 x 64 x 64, channels last, in microseconds: 114 and 121, with 32 rows
     # and a warp 119 and 126; NCHW 70 and 71

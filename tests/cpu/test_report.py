@@ -99,6 +99,20 @@ def test_tables_say_what_the_file_says(tmp_path: Path) -> None:
     assert "CUDA graph" in text
 
 
+def test_a_peak_that_cannot_be_is_not_said(tmp_path: Path) -> None:
+    """Backward of 67 MB leaves a gradient of as much, unless it writes over what it is given, as liger does."""
+    few, enough = 8_000_000, 4 * 4096 * 4096
+    of = {"warpnorm": few, "eager": enough, "liger": few}
+    file = result_file(
+        tmp_path / "gpu.json",
+        row(direction="backward", measurements=[measured(name, 0.1, peak_bytes=peak) for name, peak in of.items()]),
+        row(direction="forward", measurements=[measured("warpnorm", 0.1, peak_bytes=few)]),
+    )
+    (found,) = read_files([file])
+    assert [m.peak_bytes for m in found.rows[0].measured] == [None, enough, few]
+    assert found.rows[1].measured[0].peak_bytes == few, "forward may write float8"
+
+
 def test_steps_are_times(tmp_path: Path) -> None:
     times = [measured("warpnorm", 4.5, wall_ms=4.6), measured("torch.compile", 4.6, wall_ms=4.7)]
     write_documents(

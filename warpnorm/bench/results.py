@@ -9,8 +9,8 @@ from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from warpnorm.bench.cases import STEP
-from warpnorm.bench.rivals import OURS
+from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, STEP
+from warpnorm.bench.rivals import EAGER, OURS
 
 AHEAD, LEVEL, BEHIND, ALONE, FAILED = "ahead", "level", "behind", "alone", "failed"
 LEVEL_WITHIN = 0.02
@@ -18,6 +18,7 @@ SMALL_BYTES = 32 << 20  # under this the cost of a call counts for more than the
 HEAD = ("device", "machine", "driver", "warpnorm", "commit", "date", "torch", "triton", "cuda", "python")
 FACTS = ("norm", "direction", "dtype")
 MISSING_FUNCTION = "MissingFunctionError: "
+ITEM_BYTES = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def _row(record: Any, bandwidth: float) -> Row:
     least_bytes = _positive(record["least_bytes"])
     if least_bytes is None:
         raise TypeError
-    measured = tuple(_measured(m, least_bytes / bandwidth * 1e5) for m in record["measurements"])
+    least_peak = prod(shape) * ITEM_BYTES.get(dtype, 0) if direction == BACKWARD else 0  # the input's gradient
+    measured = tuple(_measured(m, least_bytes / bandwidth * 1e5, least_peak) for m in record["measurements"])
     return Row(name, norm, direction, shape, layout, dtype, int(least_bytes), str(record.get("why") or ""), measured)
 
 
@@ -209,8 +211,9 @@ def _size(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def _measured(record: Any, percent_at_one_ms: float) -> Measured:
-    """`percent_at_one_ms` is the percent of copy speed of a call that takes a millisecond."""
+def _measured(record: Any, percent_at_one_ms: float, least_peak: int) -> Measured:
+    """`percent_at_one_ms` is the percent of copy speed of a call that takes a millisecond. A peak below `least_peak`, of
+    those that write their results beside what they are given, was taken while an earlier call's were let go: it is none."""
     ms, method, problem = _positive(record.get("ms")), record.get("method"), record.get("problem")
     if problem is None and record.get("is_right") is False:
         problem = "wrong"
@@ -221,6 +224,8 @@ def _measured(record: Any, percent_at_one_ms: float) -> Measured:
     # On a CPU every time is a whole call's already
     wall_ms = _positive(record.get("wall_ms")) if method != "wall" else None
     peak, both = (_positive(record.get(name)) for name in ("peak_bytes", "both_bytes"))
+    if peak is not None and peak < least_peak and record["rival"] in (OURS.name, EAGER.name):
+        peak = None
     return Measured(
         library=str(record["rival"]),
         ms=ms if is_timed else None,

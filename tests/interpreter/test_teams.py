@@ -54,12 +54,17 @@ def whole(plan: Plan, layout: Layout) -> Plan:
     return replace(plan, chunks=-(-prod(layout.shape[2:]) // plan.block_cols))
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(1, 256), (2, 200), (7, 200), (5, 256)])
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype"),
+    [(1, 256, torch.float32), (2, 200, torch.float32), (7, 200, torch.bfloat16), (5, 256, torch.bfloat16)],
+)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 @pytest.mark.parametrize("plan", TEAMS, ids=["two", "three", "eight", "four that keep"])
-def test_rows(plan: Plan, norm: Norm, rows: int, cols: int) -> None:
+def test_rows(plan: Plan, norm: Norm, rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Whether all parts are equal, and are merged by sums, or not; means of bfloat16 have nothing to correct."""
+
     def make(seed: int) -> torch.Tensor:
-        return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
     check_rows(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, plan, plan))
 

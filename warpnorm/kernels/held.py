@@ -92,27 +92,22 @@ def merge_messages(
 ):
     """(mean, M2) of a row. IS_CORRECTED: a second word has what the mean of a part is rounded off by."""
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
-    HALVES: tl.constexpr = 2 if MOST == TWO_HALVES else 1
-    found = messages(mailbox, number, splits, MOST, 0, WORDS, IS_POSITIVE=True)
-    total = tl.zeros_like(found[0][0])
-    squares = tl.zeros_like(total)
+    HALVES: tl.constexpr = 2 if MOST == TWO_HALVES and not IS_CORRECTED else 1  # two of float64 would not fit
+    found = messages(mailbox, number, splits, MOST, 0, WORDS, IS_POSITIVE=True, IS_WHOLE=HALVES == 1)
     if IS_CORRECTED:
-        beside = messages(mailbox, number, splits, MOST, 1, WORDS)
-        wide_total, wide_count = total.to(tl.float64), total.to(tl.float64)
-        for half in tl.static_range(HALVES):
-            counts = counts_of(found[half][2], pieces, cols, BLOCK_ROWS).to(tl.float64)
-            wide_total += product(counts, found[half][0].to(tl.float64) + beside[half][0])
-            wide_count += counts
-        mean = tl.sum(wide_total) / tl.sum(wide_count)
-        for half in tl.static_range(HALVES):
-            deviations = (found[half][0].to(tl.float64) + beside[half][0] - mean).to(tl.float32)
-            squares += found[half][1] + counts_of(found[half][2], pieces, cols, BLOCK_ROWS) * deviations * deviations
-        return of_row(mean.to(tl.float32)), of_row(tl.sum(squares))
+        means, squares, members = found[0]
+        counts = counts_of(members, pieces, cols, BLOCK_ROWS)
+        wide = means.to(tl.float64) + messages(mailbox, number, splits, MOST, 1, WORDS, IS_WHOLE=True)[0][0]
+        mean = tl.sum(product(counts.to(tl.float64), wide)) / tl.sum(counts.to(tl.float64))
+        deviations = (wide - mean).to(tl.float32)
+        return of_row(mean.to(tl.float32)), of_row(tl.sum(squares + counts * deviations * deviations))
     else:  # in two steps, which take less time than one with a division in each of its rounds
-        for half in tl.static_range(HALVES):
-            total += product(counts_of(found[half][2], pieces, cols, BLOCK_ROWS), found[half][0])
+        total = product(counts_of(found[0][2], pieces, cols, BLOCK_ROWS), found[0][0])
+        if HALVES == 2:
+            total += product(counts_of(found[1][2], pieces, cols, BLOCK_ROWS), found[1][0])
         mean = mean_of(of_row(tl.sum(total)), pieces.to(tl.float32) * cols)
         middle = tl.sum(mean)
+        squares = tl.zeros_like(total)
         for half in tl.static_range(HALVES):
             deviations = found[half][0] - middle
             squares += found[half][1] + counts_of(found[half][2], pieces, cols, BLOCK_ROWS) * deviations * deviations

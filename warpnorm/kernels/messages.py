@@ -96,11 +96,12 @@ def send(
 @triton.jit
 def messages(
     mailbox, number, splits, MOST: tl.constexpr, WORD: tl.constexpr = 0, WORDS: tl.constexpr = 1,
-    IS_POSITIVE: tl.constexpr = False,
+    IS_POSITIVE: tl.constexpr = False, IS_WHOLE: tl.constexpr = False,
 ):  # fmt: skip
     """The two numbers of every program of the team, which has `splits`, and which these are: three vectors, or twice
-    three (TWO_HALVES). Not as the columns of a tile: a thread would have several then, and wait for one after another."""
-    HALVES: tl.constexpr = 2 if MOST == TWO_HALVES else 1
+    three (TWO_HALVES, if they shall not be IS_WHOLE). Not as the columns of a tile: a thread would have several then, and
+    wait for one after another."""
+    HALVES: tl.constexpr = 2 if MOST == TWO_HALVES and not IS_WHOLE else 1
     box = box_of(mailbox, number, splits, WORD, WORDS)
     threads = tl.arange(0, MOST // HALVES)
     round = threads * 0 + ((number // BOXES) & 3)

@@ -69,6 +69,20 @@ def local_memory(cubin: bytes) -> int:
 
 
 @pytest.mark.parametrize("target", NVIDIA)
+def test_bfloat16_is_widened_by_pairs(target: str) -> None:
+    """Where that is quicker: the upper of two takes an instruction less. A row that lies in registers as it does in memory,
+    or is carried along, leaves it to the compiler."""
+    problem, device = forward_problem(LAYER_NORM, 131072, torch.bfloat16), KNOWN[target]
+    plan = choose.forward(problem, device)
+    assert plan.pattern == TEAM
+    assert "cvt.f32.bf16" not in bind.forward(problem, plan, device, 0).compiled.asm["ptx"]
+    backward = backward_problem(LAYER_NORM, 131072, torch.bfloat16)
+    plan = choose.backward(backward, device)
+    code = bind.backward(backward, plan, device, 0).compiled.asm["ptx"]
+    assert ("and.b32" in code and "0xffff0000" in code) == (not plan.keeps)
+
+
+@pytest.mark.parametrize("target", NVIDIA)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_two_level_reduction(norm: Norm, target: str) -> None:
     """Butterfly shuffles inside a warp; between warps, shared memory and a barrier, which one warp does not need."""
@@ -109,7 +123,7 @@ def test_sixteen_byte_accesses(cols: int, dtype: torch.dtype, target: str) -> No
 
 
 @pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize(("cols", "dtype"), [(65536, torch.bfloat16), (40960, torch.float16), (32768, torch.float32)])
+@pytest.mark.parametrize(("cols", "dtype"), [(57344, torch.bfloat16), (40960, torch.float16), (32768, torch.float32)])
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_wide_rows_lie_in_registers(norm: Norm, cols: int, dtype: torch.dtype, target: str) -> None:
     problem = forward_problem(norm, cols, dtype)

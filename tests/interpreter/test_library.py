@@ -12,6 +12,7 @@ from triton.language.extra import libdevice as library
 
 import warpnorm
 from interpreter.library import FUNCTIONS
+from warpnorm.kernels import pointwise as ours
 
 PACKAGE = Path(warpnorm.__file__).parent
 
@@ -48,6 +49,33 @@ def test_halves_are_rounded_to_even() -> None:
     out = torch.empty_like(x)
     rint_kernel[(1,)](x, out, COLS=8)
     assert out.tolist() == [-2.0, -0.0, 0.0, 2.0, 2.0, 4.0, 2.0, 3.0]
+
+
+@triton.jit
+def gelu_kernel(x_ptr, out_ptr, slope_ptr, COLS: tl.constexpr):
+    cols = tl.arange(0, COLS)
+    x = tl.load(x_ptr + cols)
+    tl.store(out_ptr + cols, ours.quick_gelu(x))
+    tl.store(slope_ptr + cols, ours.quick_gelu_slope(x))
+
+
+def test_the_short_form_of_gelu_is_far_better_than_a_half() -> None:
+    """In proportion to the result, also where that is small; a float16 rounds by 5e-4, and eager PyTorch does so once more
+    than we do. So is its slope, except beside its zero."""
+    x = torch.linspace(-13.0, 13.0, 1 << 14)
+    found, slope = torch.empty_like(x), torch.empty_like(x)
+    gelu_kernel[(1,)](x, found, slope, COLS=1 << 14)
+    wide = x.double()
+    share = torch.special.ndtr(wide)
+    error = (found / (wide * share) - 1).abs()
+    assert error[x > -2].max() < 1e-5
+    assert error[x > -5].max() < 5e-5
+    assert error[x > -6].max() < 4e-4
+    true_slope = share + wide * torch.exp(-0.5 * wide * wide) / (2 * torch.pi) ** 0.5
+    assert (slope - true_slope).abs().max() < 4e-6
+    far = torch.tensor([float("-inf"), -1e30, -50.0, -20.0, 20.0, 1e30, float("inf"), float("nan")])
+    gelu_kernel[(1,)](far, found, slope, COLS=8)
+    torch.testing.assert_close(found[1:8], torch.nn.functional.gelu(far[1:]), rtol=0, atol=1e-30, equal_nan=True)
 
 
 @dataclass(frozen=True)

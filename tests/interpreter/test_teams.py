@@ -54,12 +54,17 @@ def whole(plan: Plan, layout: Layout) -> Plan:
     return replace(plan, chunks=-(-prod(layout.shape[2:]) // plan.block_cols))
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(1, 256), (2, 200), (7, 200), (5, 256)])
+@pytest.mark.parametrize(
+    ("rows", "cols", "dtype"),
+    [(1, 256, torch.float32), (2, 200, torch.float32), (7, 200, torch.bfloat16), (5, 256, torch.bfloat16)],
+)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 @pytest.mark.parametrize("plan", TEAMS, ids=["two", "three", "eight", "four that keep"])
-def test_rows(plan: Plan, norm: Norm, rows: int, cols: int) -> None:
+def test_rows(plan: Plan, norm: Norm, rows: int, cols: int, dtype: torch.dtype) -> None:
+    """Whether all parts are equal, and are merged by sums, or not; means of bfloat16 have nothing to correct."""
+
     def make(seed: int) -> torch.Tensor:
-        return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+        return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
     check_rows(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, plan, plan))
 
@@ -70,6 +75,29 @@ def test_rows(plan: Plan, norm: Norm, rows: int, cols: int) -> None:
 def test_channels(plan: Plan, layout: Layout, mode: Mode, dtype: torch.dtype, device: str) -> None:
     plan = whole(plan, layout)
     check(layout, mode, dtype, device, plan, plan)
+
+
+MANY = Layout("many", (41, 2, 4, 8), why="more programs share a row than a warp has threads")
+
+
+@pytest.mark.parametrize(
+    ("splits", "cols", "dtype"), [(64, 256, torch.bfloat16), (64, 256, torch.float32), (50, 198, torch.bfloat16)]
+)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_rows_of_many(norm: Norm, splits: int, cols: int, dtype: torch.dtype) -> None:
+    """Their messages come in two halves, which are merged by sums, with a correction, and by counts."""
+    plan = Plan(TEAM, 1, 4, 1, programs=1, splits=splits)
+
+    def make(seed: int) -> torch.Tensor:
+        return torch.randn(2, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+    check_rows(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, plan, plan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_channels_of_many(dtype: torch.dtype, device: str) -> None:
+    plan = whole(Plan(HELD, 1, 32, 1, programs=64, splits=64), MANY)
+    check(MANY, BATCH, dtype, device, plan, plan)
 
 
 def test_a_mean_is_rounded_once() -> None:

@@ -67,11 +67,15 @@ def backward_source(problem: BackwardProblem) -> str:
 
 
 def widened_apart(source: str, problem: Problem) -> str:
-    """The same, but halves that are loaded by tiles are widened by what the compiler does not look into."""
-    by_row = [operand for _, _, operand in loaded(problem) if operand.axes in BY_ROW]
-    for k, operand in enumerate(by_row):
-        if operand.axes in TILES and operand.dtype.is_floating_point and operand.dtype.itemsize == 2:
-            source = source.replace(f"values[{k}].to(tl.float32)", f"ours.widened(values[{k}])")
+    """The same, but halves that are loaded by tiles are widened by what the compiler does not look into; those of columns
+    too, where a thread has several of them."""
+    operands = [operand for _, _, operand in loaded(problem)]
+    by_row, by_column = ([o for o in operands if (o.axes in BY_ROW) == is_by_row] for is_by_row in (True, False))
+    homes = {"values": (by_row, TILES), "columns": (by_column, (COLUMN,) if problem.has_vectors else ())}
+    for home, (found, axes) in homes.items():
+        for k, operand in enumerate(found):
+            if operand.axes in axes and operand.dtype.is_floating_point and operand.dtype.itemsize == 2:
+                source = source.replace(f"{home}[{k}].to(tl.float32)", f"ours.widened({home}[{k}])")
     return source
 
 

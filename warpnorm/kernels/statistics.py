@@ -28,8 +28,9 @@ def reciprocal_sqrt(value, IS_TIGHT: tl.constexpr = False):
 
 @triton.jit
 def mean_of(total, count, COUNT: tl.constexpr = 0):
-    """COUNT: the same, if the compiler knows it, a power of two, by which a division is a multiplication."""
-    if COUNT > 0:
+    """COUNT: the same, if the compiler knows it, else 0. By a power of two a division is a multiplication."""
+    IS_POWER: tl.constexpr = COUNT > 0 and triton.next_power_of_2(COUNT) == COUNT
+    if IS_POWER:
         return total * (1.0 / COUNT)
     elif total.dtype == tl.float64:
         return total / count
@@ -130,7 +131,7 @@ def row_total(row, places, IS_CENTERED: tl.constexpr, CHUNKS: tl.constexpr):
 
 @triton.jit
 def row_mean(row, places, cols, IS_CENTERED: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr):
-    COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
+    COLS: tl.constexpr = row[0].shape[1] * CHUNKS if IS_EXACT else 0
     return mean_of(row_total(row, places, IS_CENTERED, CHUNKS), cols, COLS)
 
 
@@ -152,7 +153,7 @@ def centered_statistics(
     IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """IS_WIDE: the mean is a result itself."""
-    COLS: tl.constexpr = row[0].shape[1] if IS_EXACT and CHUNKS == 1 else 0
+    COLS: tl.constexpr = row[0].shape[1] * CHUNKS if IS_EXACT else 0
     off, squares = row_deviations(row, mean, places, CHUNKS)
     if IS_CORRECTED and IS_WIDE:
         high, _, squares = recentered(
@@ -394,11 +395,11 @@ def sum_terms(state, IS_CENTERED: tl.constexpr):
 
 
 @triton.jit
-def gradient(grad_xhat, xhat, sums, statistics, cols, IS_CENTERED: tl.constexpr):
+def gradient(grad_xhat, xhat, sums, statistics, cols, IS_CENTERED: tl.constexpr, COLS: tl.constexpr = 0):
     """The gradient of c, from the row sums of the terms."""
-    slope = mean_of(sums[0], cols)
+    slope = mean_of(sums[0], cols, COLS)
     if IS_CENTERED:
-        shift = mean_of(sums[1], cols)
+        shift = mean_of(sums[1], cols, COLS)
         return (grad_xhat - shift[:, None] - xhat * slope[:, None]) * statistics[1][:, None]
     else:
         return (grad_xhat - xhat * slope[:, None]) * statistics[0][:, None]

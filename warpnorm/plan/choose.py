@@ -44,6 +44,8 @@ FEW_PIECES, MANY_CHANNELS = 256, 1024
 TALLEST_MERGE = 64
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
 SHORT_ROW = 64
+# Columns of a row up to which one program reads weight and bias for it
+MOST_READ = 57344
 # Operators that cost next to nothing to compute again
 LIGHT = frozenset({"add", "sub", "neg"})
 
@@ -62,7 +64,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         return column(problem, device, space)
     is_light = all(node.operator in LIGHT for node in problem.prologue.nodes)
     if is_light and (is_long or problem.width > 8192) and _can_lie_in_registers(problem, device):
-        return _wide_forward(problem, device)
+        return (_is_read_often(problem) and teams.forward(problem, device)) or _wide_forward(problem, device)
     if is_long and is_light and (team := teams.forward(problem, device)):
         return team
     if is_long:
@@ -124,6 +126,14 @@ def _can_lie_in_registers(problem: ForwardProblem, device: Device) -> bool:
     if device.backend == "hip" or not problem.has_vectors or problem.norm.is_by_channel or needs.words(problem) > 1:
         return False
     return needs.loaded_bytes(problem.varying, problem.width) // 4 <= device.registers_per_unit // 2
+
+
+def _is_read_often(problem: ForwardProblem) -> bool:
+    """Whether every row reads so much of weight and bias anew, from L2, that a team does better, whose programs keep them.
+    LayerNorm at 65536: 90, and 87 in the registers of one program; at 49152 and 57344 there is no difference. Not if columns
+    are masked: at 61440 85 and 86."""
+    is_half = needs.itemsize(problem) <= 2
+    return problem.width > MOST_READ and problem.is_filled and is_half and _epilogue_columns(problem) > 1
 
 
 def _wide_forward(problem: ForwardProblem, device: Device) -> Plan:
@@ -273,6 +283,8 @@ def _row_backward(
         block_rows, warps = 1, min(cols * words // 512, 16)
     stage_bytes = needs.loaded_bytes(loads, block_rows * cols)
     tensors = max(1, stage_bytes // (block_rows * cols * itemsize))
+    if cols == 2048 and itemsize == 2 and tensors == 2 and problem.has_vectors and needs.kept(problem):
+        warps = 8  # gelu(x + b) -> RMSNorm: 86, and 84 with 4
     is_half = cols == 4096 and itemsize == 2 and tensors == 2 and problem.has_vectors
     if is_half and needs.kept(problem):
         # gelu(x + b) -> RMSNorm: 79, 77 with 8 warps, 72 with two programs a unit

@@ -44,6 +44,8 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
         chunks = part_bytes // (warps * device.warp_size * VECTOR_BYTES)
         per_unit = 4 if is_narrow else 3 if is_centered and not is_half else 2
         part = Part(part_bytes // needs.itemsize(problem), warps, per_unit, chunks)
+        if is_narrow and problem.width <= 32 * 2048 and needs.loaded_bytes(problem.varying, 1) == 2:
+            part = Part(2048, 2, 8, 4)  # LayerNorm at 65536: 90, and 89 with 4096 columns and 4 warps
     return _plan(problem, device, problem.operands, part, -(-problem.width // part.cols), "statistics", recomputes=True)
 
 

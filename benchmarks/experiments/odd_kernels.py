@@ -6,7 +6,7 @@ not of vectors, so that a row's bits do not depend on where it begins: there vec
 import triton
 import triton.language as tl
 
-from warpnorm.kernels.messages import added, last_message, messages, of_row, product, send
+from warpnorm.kernels.messages import last_message, messages, of_row, product, send
 from warpnorm.kernels.statistics import mean_of, reciprocal_sqrt
 from warpnorm.kernels.sums import sums_of
 

@@ -85,7 +85,7 @@ MANY = Layout("many", (41, 2, 4, 8), why="more programs share a row than a warp 
 )
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_rows_of_many(norm: Norm, splits: int, cols: int, dtype: torch.dtype) -> None:
-    """Their messages come in two halves, which are merged by sums, with a correction, and by counts."""
+    """Their sums are merged with a correction, and by counts."""
     plan = Plan(TEAM, 1, 4, 1, programs=1, splits=splits)
 
     def make(seed: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.merge import keep_statistics
-from warpnorm.kernels.messages import TWO_HALVES, added, last_message, messages, of_row, product, send
+from warpnorm.kernels.messages import last_message, messages, of_row, product, send
 from warpnorm.kernels.statistics import (
     coarse_offsets,
     corrected,
@@ -92,26 +92,17 @@ def merge_messages(
 ):
     """(mean, M2) of a row. IS_CORRECTED: a second word has what the mean of a part is rounded off by."""
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
-    HALVES: tl.constexpr = 2 if MOST == TWO_HALVES and not IS_CORRECTED else 1  # two of float64 would not fit
-    found = messages(mailbox, number, splits, MOST, 0, WORDS, IS_POSITIVE=True, IS_WHOLE=HALVES == 1)
+    means, squares, members = messages(mailbox, number, splits, MOST, 0, WORDS, IS_POSITIVE=True)
+    counts = counts_of(members, pieces, cols, BLOCK_ROWS)
     if IS_CORRECTED:
-        means, squares, members = found[0]
-        counts = counts_of(members, pieces, cols, BLOCK_ROWS)
-        wide = means.to(tl.float64) + messages(mailbox, number, splits, MOST, 1, WORDS, IS_WHOLE=True)[0][0]
+        wide = means.to(tl.float64) + messages(mailbox, number, splits, MOST, 1, WORDS)[0]
         mean = tl.sum(product(counts.to(tl.float64), wide)) / tl.sum(counts.to(tl.float64))
         deviations = (wide - mean).to(tl.float32)
         return of_row(mean.to(tl.float32)), of_row(tl.sum(squares + counts * deviations * deviations))
     else:  # in two steps, which take less time than one with a division in each of its rounds
-        total = product(counts_of(found[0][2], pieces, cols, BLOCK_ROWS), found[0][0])
-        if HALVES == 2:
-            total += product(counts_of(found[1][2], pieces, cols, BLOCK_ROWS), found[1][0])
-        mean = mean_of(of_row(tl.sum(total)), pieces.to(tl.float32) * cols)
-        middle = tl.sum(mean)
-        squares = tl.zeros_like(total)
-        for half in tl.static_range(HALVES):
-            deviations = found[half][0] - middle
-            squares += found[half][1] + counts_of(found[half][2], pieces, cols, BLOCK_ROWS) * deviations * deviations
-        return mean, of_row(tl.sum(squares))
+        mean = mean_of(of_row(tl.sum(product(counts, means))), pieces.to(tl.float32) * cols)
+        deviations = means - tl.sum(mean)
+        return mean, of_row(tl.sum(squares + counts * deviations * deviations))
 
 
 @triton.jit
@@ -216,7 +207,7 @@ def receive_sums(mailbox, number, splits, COUNT: tl.constexpr, A_WORD: tl.conste
     WORDS: tl.constexpr = (COUNT + A_WORD - 1) // A_WORD
     told = ()
     for word in tl.static_range(WORDS):
-        first, second = added(messages(mailbox, number, splits, MOST, word, WORDS), MOST)
+        first, second, _ = messages(mailbox, number, splits, MOST, word, WORDS)
         told = told + (first,)  # noqa: RUF005
         if A_WORD == 2 and 2 * word + 1 < COUNT:
             told = told + (second,)  # noqa: RUF005

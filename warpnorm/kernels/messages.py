@@ -30,31 +30,6 @@ RECEIVE = tl.constexpr(
     }"""
 )
 
-# The same of two words, at $4 and $5, which it asks for at once
-RECEIVE_TWO = tl.constexpr(
-    """{
-    .reg .pred is_other;
-    .reg .b64 word, word_2;
-    .reg .b32 low, high, low_2, high_2, round;
-    again:
-    ld.relaxed.gpu.global.b64 word, [$4];
-    ld.relaxed.gpu.global.b64 word_2, [$5];
-    mov.b64 {low, high}, word;
-    mov.b64 {low_2, high_2}, word_2;
-    and.b32 round, high, 3;
-    setp.ne.b32 is_other, round, $6;
-    and.b32 round, high_2, 3;
-    setp.ne.or.b32 is_other, round, $6, is_other;
-    @is_other bra again;
-    mov.b32 $0, low;
-    mov.b32 $1, high;
-    mov.b32 $2, low_2;
-    mov.b32 $3, high_2;
-    }"""
-)
-A_WARP = tl.constexpr(32)  # threads, whose sums take no shared memory
-TWO_HALVES = tl.constexpr(64)  # programs whose messages come in two halves, of which a thread has one each
-
 
 @triton.jit
 def last_message(mailbox, splits, WORDS: tl.constexpr = 1):
@@ -96,51 +71,23 @@ def send(
 @triton.jit
 def messages(
     mailbox, number, splits, MOST: tl.constexpr, WORD: tl.constexpr = 0, WORDS: tl.constexpr = 1,
-    IS_POSITIVE: tl.constexpr = False, IS_WHOLE: tl.constexpr = False,
+    IS_POSITIVE: tl.constexpr = False,
 ):  # fmt: skip
-    """The two numbers of every program of the team, which has `splits`, and which these are: three vectors, or twice
-    three (TWO_HALVES, if they shall not be IS_WHOLE). Not as the columns of a tile: a thread would have several then, and
-    wait for one after another."""
-    HALVES: tl.constexpr = 2 if MOST == TWO_HALVES and not IS_WHOLE else 1
-    box = box_of(mailbox, number, splits, WORD, WORDS)
-    threads = tl.arange(0, MOST // HALVES)
-    round = threads * 0 + ((number // BOXES) & 3)
-    here = (box + tl.minimum(threads, splits - 1)).to(tl.int64)  # nobody waits for a program that is not there
-    if HALVES == 2:
-        there = (box + tl.minimum(threads + A_WARP, splits - 1)).to(tl.int64)
-        first, second, first_there, second_there = tl.inline_asm_elementwise(
-            RECEIVE_TWO, "=r,=r,=r,=r,l,l,r", [here, there, round],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-        return (
-            told(first, second, threads, splits, IS_POSITIVE),
-            told(first_there, second_there, threads + A_WARP, splits, IS_POSITIVE),
-        )
-    else:
-        first, second = tl.inline_asm_elementwise(
-            RECEIVE, "=r,=r,l,r", [here, round], dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
-        return (told(first, second, threads, splits, IS_POSITIVE),)
-
-
-@triton.jit
-def told(first, second, members, splits, IS_POSITIVE: tl.constexpr):
-    """The two halves of messages as numbers; those of programs that are not there are zero."""
+    """The two numbers of every program of the team, which has `splits`, (MOST,), and which these are. Not as the columns of
+    a tile: a thread would have several of them then, and wait for one after another."""
+    lanes = tl.arange(0, MOST)
+    members = tl.minimum(lanes, splits - 1)  # nobody waits for a program that is not there
+    first, second = tl.inline_asm_elementwise(
+        RECEIVE, "=r,=r,l,r",
+        [(box_of(mailbox, number, splits, WORD, WORDS) + members).to(tl.int64), members * 0 + ((number // BOXES) & 3)],
+        dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
     second = second & -4
     if IS_POSITIVE:
         second = (second >> 1) & 0x7FFFFFFF
-    first = tl.where(members < splits, first.to(tl.float32, bitcast=True), 0.0)
-    second = tl.where(members < splits, second.to(tl.float32, bitcast=True), 0.0)
-    return first, second, members
-
-
-@triton.jit
-def added(found, MOST: tl.constexpr):
-    """What both halves of messages say together: one vector for each of the two numbers."""
-    first, second, _ = found[0]
-    if MOST == TWO_HALVES:
-        first, second = first + found[1][0], second + found[1][1]
-    return first, second
+    first = tl.where(lanes < splits, first.to(tl.float32, bitcast=True), 0.0)
+    second = tl.where(lanes < splits, second.to(tl.float32, bitcast=True), 0.0)
+    return first, second, lanes
 
 
 MULTIPLY_32, MULTIPLY_64 = tl.constexpr("mul.rn.f32 $0, $1, $2;"), tl.constexpr("mul.rn.f64 $0, $1, $2;")

@@ -27,6 +27,7 @@ ALONG = (ROW, GROUP_SCALAR)  # of these, the same for all columns
 
 VECTOR_BYTES = 16  # the widest load or store of one thread
 LOWEST_ADDRESS = 1 << 40
+SHARED_CLASS = 8192  # columns above which programs may share a row
 LARGEST_CLASS = 1 << 30  # column counts above it need 64-bit column offsets
 
 
@@ -236,11 +237,20 @@ def inner_lines(gradient: Operand) -> int:
     return next((k for k, keeps in enumerate(reversed(kept)) if not keeps), len(kept))
 
 
+def width_step(norm: Norm, cols_class: int) -> int:
+    """What the width of a problem is a multiple of: an eighth of the power of two, or a thirty-second where programs may
+    share a row, of which there would be too many otherwise. Columns of a norm by channel may be samples, whose number should
+    not take another kernel."""
+    if norm.is_by_channel:
+        return cols_class
+    return max(cols_class // (8 if cols_class <= SHARED_CLASS else 32), 1)
+
+
 @dataclass(frozen=True)
 class Problem:
     """What forward and backward share. `cols_class` is the column count rounded up to a power of two, `cols_divisor` a power
     of two that divides it; `is_exact` if nothing was rounded, so that no column of a tile has to be masked; `width` the
-    count rounded up to an eighth of that power, `is_filled` if nothing was. Of a norm by channel the rows here are lines, of
+    count rounded up to a `width_step`, `is_filled` if nothing was. Of a norm by channel the rows here are lines, of
     which several may share a statistic (`has_pieces`), the width is that power, and also the number of lines and the sizes
     of axes have divisors."""
 
@@ -291,6 +301,11 @@ class Problem:
         """Whether a sum over a row rounds bits away that a row of equal values needs: those of halves are too short."""
         is_computed = bool(self.prologue.nodes) and not self.is_half
         return is_computed or any(operand.dtype.itemsize > 2 for operand in self.varying)
+
+    @property
+    def eighths(self) -> int:
+        """Of `cols_class`, that the columns take."""
+        return -(-self.width // max(self.cols_class // 8, 1))
 
     @property
     def has_vectors(self) -> bool:

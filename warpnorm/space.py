@@ -33,6 +33,7 @@ from warpnorm.problem import (
     View,
     compute_dtype,
     operand_name,
+    width_step,
 )
 
 LARGEST_BLOCK = 4096  # of lines or columns, of a norm by channel, that may be known to divide their number
@@ -112,9 +113,8 @@ def _head(
     compute = compute_dtype([call.compute, *(view.dtype for view in views)])
     is_exact = space.cols == space.cols_class
     operands = space.operands[: len(call.axes)]
-    # Columns of a norm by channel may be samples, whose number should not take another kernel
-    eighth = space.cols_class if call.norm.is_by_channel else max(space.cols_class // 8, 1)
-    width = -(-space.cols // eighth) * eighth
+    step = width_step(call.norm, space.cols_class)
+    width = -(-space.cols // step) * step
     head = (call.norm, compute, space.cols_class, space.cols_divisor, is_exact, width, width == space.cols, operands)
     divisors = space.size_divisors or (1,) * len(space.sizes)
     is_divided = call.norm.is_by_channel or len(space.row_sizes) > 1

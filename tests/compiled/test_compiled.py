@@ -20,7 +20,7 @@ from warpnorm.fuse import NOTHING, arrange
 from warpnorm.launch.backward import BackwardLaunch
 from warpnorm.launch.forward import ForwardLaunch
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
-from warpnorm.plan import choose
+from warpnorm.plan import choose, grid
 from warpnorm.plan.device import KNOWN, Device
 from warpnorm.plan.plan import ROW, TEAM, Plan
 from warpnorm.problem import COLUMN, FULL, BackwardProblem, Call, ForwardProblem, View
@@ -172,11 +172,22 @@ def test_threads_of_a_team_find_one_mean(target: str) -> None:
 def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
     """For every class of widths up to 16,384, aligned and odd, with all parameters and their gradients; for other GPUs than
     Hopper a third of them, or all with WARPNORM_TEST_ALL=1."""
-    widths = (
-        [2047, 4096, 8192, 16384]
-        if dtype == torch.float64
-        else [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383, 1536, 5120, 12288]
-    )
+    widths = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383, 1536, 5120, 12288]
+    widths += [
+        48,
+        80,
+        112,
+        192,
+        320,
+        448,
+        640,
+        896,
+        1000,
+        2000,
+        4000,
+        7680,
+    ]  # of blocks, the last of which may be masked
+    widths = [2047, 4096, 8192, 16384] if dtype == torch.float64 else widths
     is_all = target == "sm_90" or os.environ.get("WARPNORM_TEST_ALL") == "1"
     for cols in widths if is_all else widths[::3]:
         for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
@@ -223,7 +234,7 @@ def adaptive(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cols", [64, 1000, 1024, 4096, 8192, 12_288, 24_576, 65_536, 131_072])
+@pytest.mark.parametrize("cols", [64, 96, 320, 1000, 1024, 4000, 4096, 8192, 12_288, 24_576, 65_536, 131_072])
 def test_plans_do_not_depend_on_the_samples(cols: int, dtype: torch.dtype) -> None:
     """Scale and shift of each sample are loaded once where there is one, and for each row where each has one."""
     fused = warpnorm.fuse(adaptive)
@@ -296,6 +307,40 @@ def test_a_lone_column_is_rounded_alike_both_ways() -> None:
     """Backward computes c anew: were only forward to fuse products with sums, c would not be its own mean."""
     for _, _, kernel in compile_both(LAYER_NORM, 1, torch.float32, KNOWN["sm_90"]):
         assert kernel.metadata.enable_fp_fusion is False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("cols", "dtype", "block"),
+    [
+        (72, torch.bfloat16, (16, 5)),  # five eighths
+        (96, torch.bfloat16, (32, 3)),  # three quarters
+        (200, torch.bfloat16, (64, 4)),  # seven eighths, of which the last is not full: four quarters
+        (224, torch.bfloat16, (32, 7)),
+        (320, torch.float32, (128, 3)),
+        (640, torch.float16, (128, 5)),
+        (768, torch.float16, (256, 3)),
+        (1000, torch.bfloat16, (256, 4)),
+        (4000, torch.bfloat16, (512, 8)),
+        (256, torch.bfloat16, (256, 1)),
+        (77, torch.bfloat16, (128, 1)),  # elements are moved alone
+        (80, torch.float64, (128, 1)),
+    ],
+)
+def test_rows_that_fill_no_power_of_two_come_in_blocks(cols: int, dtype: torch.dtype, block: tuple[int, int]) -> None:
+    """So that few threads have nothing to load, and only the last block is masked."""
+    for rows in (1, 4096):
+        plan = choose.forward(forward_problem(LAYER_NORM, cols, dtype, rows), KNOWN["sm_90"])
+        assert (plan.block_cols, plan.chunks) == block
+        assert plan.block_rows == grid.few_rows(plan) or plan.chunks == 1  # a row's bits are those of one among many
+
+
+@pytest.mark.parametrize("cols", [12_296, 50_256, 50_257, 65_536, 151_936])
+def test_a_team_has_no_program_too_many(cols: int) -> None:
+    """Or one, as widths that differ by a thirty-second of a power of two at the most share their kernels."""
+    for norm in NORMS:
+        plan = choose.backward(backward_problem(norm, cols, torch.bfloat16), KNOWN["sm_90"])
+        least = -(-cols // (plan.block_cols * plan.chunks))
+        assert plan.pattern == ROW or least <= plan.splits <= least + 1
 
 
 def test_rows_of_512_columns_behind_a_prologue() -> None:

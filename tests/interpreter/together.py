@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from warpnorm.kernels.messages import MULTIPLY_32, MULTIPLY_64, RECEIVE
+from warpnorm.kernels.messages import MULTIPLY_32, MULTIPLY_64, RECEIVE, RECEIVE_TWO
 from warpnorm.kernels.pointwise import MOVE
 from warpnorm.kernels.words import WAIT_32, WAIT_64
 from warpnorm.launch import shared
@@ -138,6 +138,10 @@ def at_once(seed: int = 0, room: int = 4) -> Iterator[list[str]]:
     def wait(self: Any, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> Found:
         if asm == MOVE.value:
             return Found(values[0].data, dtype=values[0].dtype)
+        if asm == RECEIVE_TWO.value:
+            *words, round = values
+            found = [wait(self, RECEIVE.value, "", [word, round], types, is_pure, pack) for word in words]
+            return Found(*(half for word in found for half in word.results))
         first, second = (value.data for value in values)
         if asm in (MULTIPLY_32.value, MULTIPLY_64.value):
             return Found(first * second)

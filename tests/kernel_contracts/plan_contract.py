@@ -79,7 +79,7 @@ def test_every_backward_plan(plan: Plan, cols: int, norm: Norm, dtype: torch.dty
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
-@pytest.mark.parametrize("cols", [16, 64, 100, 128, 256, 400])
+@pytest.mark.parametrize("cols", [16, 48, 64, 72, 100, 112, 128, 200, 256, 320, 400, 640])
 def test_narrow_rows_few_and_many(
     cols: int, norm: Norm, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

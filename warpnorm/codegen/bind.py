@@ -30,6 +30,7 @@ from warpnorm.problem import (
     ForwardProblem,
     Operand,
     Problem,
+    width_step,
 )
 
 TYPES = {
@@ -392,9 +393,9 @@ def _has_copy(problem: ForwardProblem | BackwardProblem) -> bool:
 
 
 def _full_chunks(problem: Problem, plan: Plan) -> int:
-    """How many blocks of columns no row of the problem has less of: it has more columns than an eighth below the width."""
-    eighth = problem.cols_class if problem.norm.is_by_channel else max(problem.cols_class // 8, 1)
-    return plan.chunks if _is_exact(problem, plan) else (problem.width - eighth) // plan.block_cols
+    """How many blocks of columns no row of the problem has less of: it has more columns than the width less a step."""
+    least = problem.width - width_step(problem.norm, problem.cols_class)
+    return plan.chunks if _is_exact(problem, plan) else least // plan.block_cols
 
 
 def _is_exact(problem: Problem, plan: Plan) -> bool:

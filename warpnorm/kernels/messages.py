@@ -30,6 +30,31 @@ RECEIVE = tl.constexpr(
     }"""
 )
 
+# The same of two words, at $4 and $5, which it asks for at once
+RECEIVE_TWO = tl.constexpr(
+    """{
+    .reg .pred is_other;
+    .reg .b64 word, word_2;
+    .reg .b32 low, high, low_2, high_2, round;
+    again:
+    ld.relaxed.gpu.global.b64 word, [$4];
+    ld.relaxed.gpu.global.b64 word_2, [$5];
+    mov.b64 {low, high}, word;
+    mov.b64 {low_2, high_2}, word_2;
+    and.b32 round, high, 3;
+    setp.ne.b32 is_other, round, $6;
+    and.b32 round, high_2, 3;
+    setp.ne.or.b32 is_other, round, $6, is_other;
+    @is_other bra again;
+    mov.b32 $0, low;
+    mov.b32 $1, high;
+    mov.b32 $2, low_2;
+    mov.b32 $3, high_2;
+    }"""
+)
+A_WARP = tl.constexpr(32)  # threads, whose sums take no shared memory
+TWO_HALVES = tl.constexpr(64)  # programs whose messages come in two halves, of which a thread has one each
+
 
 @triton.jit
 def last_message(mailbox, splits, WORDS: tl.constexpr = 1):
@@ -82,12 +107,42 @@ def messages(
         [(box_of(mailbox, number, splits, WORD, WORDS) + members).to(tl.int64), members * 0 + ((number // BOXES) & 3)],
         dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
     )  # fmt: skip
+    return told(first, second, lanes, splits, IS_POSITIVE)
+
+
+@triton.jit
+def told(first, second, members, splits, IS_POSITIVE: tl.constexpr):
+    """The two halves of words as numbers; those of programs that are not there are zero."""
     second = second & -4
     if IS_POSITIVE:
         second = (second >> 1) & 0x7FFFFFFF
-    first = tl.where(lanes < splits, first.to(tl.float32, bitcast=True), 0.0)
-    second = tl.where(lanes < splits, second.to(tl.float32, bitcast=True), 0.0)
-    return first, second, lanes
+    first = tl.where(members < splits, first.to(tl.float32, bitcast=True), 0.0)
+    second = tl.where(members < splits, second.to(tl.float32, bitcast=True), 0.0)
+    return first, second, members
+
+
+@triton.jit
+def messages_by_warps(mailbox, number, splits, MOST: tl.constexpr, IS_POSITIVE: tl.constexpr = False):
+    """A tuple of them, with as many in each as a warp has threads, so that their sums take no shared memory: one, or two
+    (TWO_HALVES), if there are not more. For programs of few warps, each of which asks for all: LayerNorm at 262144 forward
+    147 microseconds instead of 163, backward 239 instead of 246. Not for one number, RMSNorm backward 220 instead of 214,
+    or many warps, BatchNorm of 64 x 256 x 56 x 56 backward 135 instead of 93."""
+    if MOST == TWO_HALVES:
+        box = box_of(mailbox, number, splits, 0, 1)
+        threads = tl.arange(0, A_WARP)
+        round = threads * 0 + ((number // BOXES) & 3)
+        here = (box + tl.minimum(threads, splits - 1)).to(tl.int64)
+        there = (box + tl.minimum(threads + A_WARP, splits - 1)).to(tl.int64)
+        first, second, first_there, second_there = tl.inline_asm_elementwise(
+            RECEIVE_TWO, "=r,=r,=r,=r,l,l,r", [here, there, round],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        return (
+            told(first, second, threads, splits, IS_POSITIVE),
+            told(first_there, second_there, threads + A_WARP, splits, IS_POSITIVE),
+        )
+    else:
+        return (messages(mailbox, number, splits, MOST, IS_POSITIVE=IS_POSITIVE),)
 
 
 MULTIPLY_32, MULTIPLY_64 = tl.constexpr("mul.rn.f32 $0, $1, $2;"), tl.constexpr("mul.rn.f64 $0, $1, $2;")

@@ -4,7 +4,7 @@ row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 
 from dataclasses import replace
 
 from warpnorm.norms import CHANNEL
-from warpnorm.plan import grid, needs, pieces, teams
+from warpnorm.plan import grid, narrow, needs, pieces, teams, wide
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
 from warpnorm.plan.plan import FIRST, JOINT, LAST, LONG_ROW, ROW, Plan
@@ -12,7 +12,6 @@ from warpnorm.problem import (
     COLUMN,
     FULL,
     TILES,
-    VECTOR_BYTES,
     BackwardProblem,
     ForwardProblem,
     Operand,
@@ -44,8 +43,6 @@ FEW_PIECES, MANY_CHANNELS = 256, 1024
 TALLEST_MERGE = 64
 # Columns of rows that lie side by side up to which a tile has them whole. Not measured
 SHORT_ROW = 64
-# Columns of a row up to which one program reads weight and bias for it
-MOST_READ = 57344
 # Operators that cost next to nothing to compute again
 LIGHT = frozenset({"add", "sub", "neg"})
 
@@ -63,8 +60,8 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     if problem.norm.is_by_channel and (is_long or not _has_whole_rows(problem)):
         return column(problem, device, space)
     is_light = all(node.operator in LIGHT for node in problem.prologue.nodes)
-    if is_light and (is_long or problem.width > 8192) and _can_lie_in_registers(problem, device):
-        return (_is_read_often(problem) and teams.forward(problem, device)) or _wide_forward(problem, device)
+    if is_light and (is_long or problem.width > 8192) and wide.can_lie_in_registers(problem, device):
+        return (wide.is_read_often(problem) and teams.forward(problem, device)) or wide.forward(problem, device)
     if is_long and is_light and (team := teams.forward(problem, device)):
         return team
     if is_long:
@@ -74,19 +71,31 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         block_cols //= needs.words(problem)
         why = f"a row of up to {cols} columns with {live:g} words for each does not fit in registers"
         return Plan(LONG_ROW, 1, block_cols, warps, stages=_walk_stages(problem.operands, block_cols, device), why=why)
+    if is_light and (blocks := narrow.blocks_of(problem)):
+        return narrow.forward_by_blocks(problem, device, *blocks)
     if cols <= 512:
-        return _narrow_forward(problem)
+        return narrow.forward(problem)
     block_cols, chunks = _blocks(problem)
+    is_half = needs.itemsize(problem) <= 2
+    is_masked = chunks == 1 and problem.has_vectors and not problem.is_exact and len(problem.varying) == 1
+    if is_half and is_light and is_masked and (problem.norm.is_centered or cols == 8192):
+        # Only the last is masked. LayerNorm at 2000, 4000 and 7176: 97, 94 and 95, in one block 84, 79 and 91; RMSNorm 99,
+        # 99 and 92 in one block, and 99 at 7176 in eight
+        block_cols, chunks = cols // 8, 8
     # 32 elements a thread keep the loads of a whole row in flight. RMSNorm at 8192: 96 with 8 warps, 76 with 16. Fewer
     # where an element takes so many registers that they would not fit. How many operands vary by row does not count: an
     # operand with a value for each sample does or does not, by how many samples there are, and a row's bits shall not
     warps = min(max(2, cols * needs.words(problem) // 1024) * (2 if live > 5 * needs.words(problem) else 1), 32)
-    is_half = needs.itemsize(problem) <= 2
     if not problem.has_vectors:
         warps = max(1, cols * needs.words(problem) // 1024)
     elif is_half and chunks > 1 and is_light:
-        # At 768 (of three blocks), LayerNorm: 98 with one warp, 91 with two; at 5120: 98 with 4, 97 with 8
+        # At 768 (of three blocks), LayerNorm: 98 with one warp, 91 with two; at 5120: 98 with 4, 97 with 8; at 2000 and 4000
+        # (of eight) 97 and 94 with one and two, 94 and 90 with twice as many; at 2056 95 with two and 91 with 4
         warps = min(cols // 1024, 4)
+        if chunks == 8:
+            warps = cols // 2048 if problem.norm.is_centered else 8
+        elif chunks == 5 and cols == 4096 and problem.norm.is_centered:
+            warps = 2
     elif is_half and cols == 8192 and is_light and problem.norm.is_centered:
         warps = 4  # LayerNorm 99, and 95 with 8
     elif is_half and cols in (2048, 4096) and not is_light:
@@ -101,7 +110,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         return Plan(ROW, 1, block_cols, warps, device.units, chunks=chunks, stages=stages, why=why)
     # Where weight and bias wait for the statistic, more programs fit: LayerNorm at 3072: 99, 95 otherwise, at 8192: 99 and
     # 94; at 4096: 98 and 100, and of 128 x 1024 1.9 microseconds and 2.1. RMSNorm is as fast either way
-    is_late = (_epilogue_columns(problem) > 1 or not is_light) and (chunks > 1 or cols >= 8192) and cols > 1024
+    is_late = (wide.epilogue_columns(problem) > 1 or not is_light) and (chunks > 1 or cols >= 8192) and cols > 1024
     # gelu(x + b) -> RMSNorm at 1024 and 4096: 90 and 88, 87 and 86 otherwise
     is_late = is_late or (is_half and not is_light and not problem.norm.is_centered and problem.has_vectors)
     # Where elements are moved alone, LayerNorm at 8191: 80, and 63 with c in registers; RMSNorm 84 and 82
@@ -110,63 +119,21 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     return Plan(ROW, 1, block_cols, warps, chunks=chunks, late=is_late or recomputes, recomputes=recomputes, why=why)
 
 
-def _narrow_forward(problem: ForwardProblem) -> Plan:
-    """2 KB of rows for each warp. LayerNorm of fp32 at 64 and 128: 96 and 95, with 4 KB 82 and 83, with 1 KB 79; RMSNorm,
-    which needs fewer registers, 97 with either; bf16 at 128: 95, with 1 KB 79. Two warps where one loads a row at once, or
-    two rows. LayerNorm and RMSNorm of bf16 at 256: 98 and 99, with one 95 and 97, with four 95 and 96; at 128 95 and 98, 94
-    and 97; of fp32 at 128 96 and 98, 95 and 97."""
-    cols, itemsize = problem.cols_class, needs.itemsize(problem)
-    warps = 2 if problem.has_vectors and 256 <= cols * itemsize <= 512 else 1
-    block_rows = max(1, warps * min(2048 // itemsize, 1024) // cols)
-    return Plan(ROW, block_rows, cols, warps, why="narrow rows: a warp has some, and reduces without shared memory")
-
-
-def _can_lie_in_registers(problem: ForwardProblem, device: Device) -> bool:
-    """Whether a row fits there as it lies in memory, of elements that are widened each time they are read."""
-    if device.backend == "hip" or not problem.has_vectors or problem.norm.is_by_channel or needs.words(problem) > 1:
-        return False
-    return needs.loaded_bytes(problem.varying, problem.width) // 4 <= device.registers_per_unit // 2
-
-
-def _is_read_often(problem: ForwardProblem) -> bool:
-    """Whether every row reads so much of weight and bias anew, from L2, that a team does better, whose programs keep them.
-    LayerNorm at 65536: 90, and 87 in the registers of one program; at 49152 and 57344 there is no difference. Not if columns
-    are masked: at 61440 85 and 86."""
-    is_half = needs.itemsize(problem) <= 2
-    return problem.width > MOST_READ and problem.is_filled and is_half and _epilogue_columns(problem) > 1
-
-
-def _wide_forward(problem: ForwardProblem, device: Device) -> Plan:
-    # LayerNorm and RMSNorm at 12288: 97 and 98 (LayerNorm with 16 warps four less); at 16384 with 16 as with 8 warps,
-    # LayerNorm by one more; at 32768: 95 and 97 with 16, 77 and 97 with 32; at 65536: 86 and 95. With c in registers at
-    # 12288: 87 and 97. fp32 at 16384: 96 and 97
-    row_bytes = problem.width * needs.itemsize(problem)
-    warps = 8 if row_bytes < 32768 else 16 if row_bytes <= 65536 else 32
-    itemsize = max(o.dtype.itemsize for o in problem.operands if o.axes in (*TILES, COLUMN))
-    block_cols = warps * device.warp_size * VECTOR_BYTES // itemsize
-    while problem.width % block_cols:
-        block_cols //= 2
-    why = "a row lies in registers as it does in memory, and is widened each time it is read"
-    return Plan(ROW, 1, block_cols, warps, chunks=problem.width // block_cols, late=True, recomputes=True, why=why)
-
-
 def _blocks(problem: Problem) -> tuple[int, int]:
     """Columns of a block, and how many of them a row is. One; or where the width is not near a power of two as many eighths
     or quarters of that as it takes, of 256 columns at least, which a warp loads at once; or where elements are moved alone
     always eighths: only the last has to be masked. LayerNorm and RMSNorm at 4095: 83 and 88, in one block 58 and 76; at
     1023 83 and 86, 68 and 86; at 8191 63 and 82, 52 and 69."""
-    cols, width = problem.cols_class, problem.width
+    cols, eighths = problem.cols_class, problem.eighths
     if problem.norm.is_by_channel or cols <= 512:
         return cols, 1
     if not problem.has_vectors:
-        return cols // 8, width // (cols // 8)
-    block_cols = cols // 4 if width == cols * 3 // 4 else cols // 8
-    return (cols, 1) if width == cols or block_cols < 256 else (block_cols, width // block_cols)
-
-
-def _epilogue_columns(problem: ForwardProblem) -> int:
-    read = problem.epilogue.used_inputs
-    return sum(o.axes == COLUMN and operand_name(i) in read for i, o in enumerate(problem.operands))
+        return cols // 8, eighths
+    if cols == 1024 and eighths <= 6:
+        return 256, 3
+    if eighths == 8 or cols // 8 < 256:
+        return cols, 1
+    return (cols // 4, 3) if eighths == 6 else (cols // 8, eighths)
 
 
 def backward(problem: BackwardProblem, device: Device, space: Space | None = None) -> Plan:
@@ -182,7 +149,9 @@ def backward(problem: BackwardProblem, device: Device, space: Space | None = Non
         block_cols, chunks = cols, 1  # LayerNorm 91, and 81 in blocks
     elif (
         problem.has_vectors
-        and cols == problem.width == 16384
+        and cols == 16384
+        and problem.is_filled
+        and problem.eighths == 8
         and needs.itemsize(problem) <= 2
         and not problem.norm.is_by_channel
     ):
@@ -267,6 +236,8 @@ def _row_backward(
         return Plan(ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, why=why)
     if chunks > 1:
         return _row_backward_by_blocks(problem, device, loads, block_cols, chunks)
+    if plan := narrow.backward_by_blocks(problem, device):
+        return plan
     if cols <= 128:
         # Several rows for each warp. At 128: RMSNorm 95, LayerNorm 92; with 4 warps at the most 88 and 80
         block_rows, warps = 4096 // itemsize // cols, 8
@@ -292,9 +263,12 @@ def _row_backward(
         stages = needs.stages(device, 1, stage_bytes, needs.IN_FLIGHT_BYTES * 2)
         return Plan(ROW, 1, cols, 16, device.units, stages=stages, why=why)
     if is_half and len(problem.accumulated) > 1:
-        # Two accumulators keep one program busy while the other loads: LayerNorm 93, with one program 89; RMSNorm 90, 93
+        # Two accumulators keep one program busy while the other loads: LayerNorm 93, with one program 89; RMSNorm 90, 93.
+        # At 4000 in four blocks, of which only the last is masked, 97, in one 75
         why = "persistent: one program computes while another loads"
-        return Plan(ROW, 1, cols, 8, device.units * 2, stages=needs.stages(device, 2, stage_bytes), why=why)
+        chunks = 1 if problem.is_exact else 4
+        stages = needs.stages(device, 2, stage_bytes)
+        return Plan(ROW, 1, cols // chunks, 8, device.units * 2, chunks=chunks, stages=stages, why=why)
     per_unit = max(1, STAGE_BYTES // (2 * block_rows * cols * itemsize))
     # A lone program needs more in flight: silu(x) * r -> LayerNorm at 4096: 99 with 72 KB, 87 with 48
     in_flight = needs.IN_FLIGHT_BYTES * max(tensors, 2) // 2 if per_unit == 1 else needs.IN_FLIGHT_BYTES
@@ -318,10 +292,16 @@ def _row_backward_by_blocks(
         warps, per_unit = 4, 2  # silu(x) * r -> LayerNorm at 5120: 96, and 70 where c is kept
     elif warps == 8 and per_unit == 2 and sum(o.axes in TILES for o in loads) > 2:
         warps = 4  # h = x + r -> RMSNorm, both returned, at 5120: 103, and 87 with 8
+    tiles, most = sum(o.axes in TILES for o in loads), 2
+    if needs.itemsize(problem) <= 2 and kept == 0 and tiles == 2:
+        if problem.cols_class == 1024 and problem.eighths == 5:
+            warps = 1  # LayerNorm and RMSNorm at 640: 95 and 97, with two 92 and 96; at 520 85 and 88, 80 and 87
+        elif width == 5120 and len(problem.accumulated) == 2:
+            warps, per_unit, most = 4, 1, 3  # LayerNorm at 5120 and 5000: 98 and 91, with two programs of 8 92 and 79
     recomputes = (kept > 1 and warps == 4 and width > 4096) or width > 8192
     stage_bytes = max(needs.loaded_bytes(loads, width), 1)
     room = (device.shared_bytes // per_unit - needs.SPARE_SHARED_BYTES) // stage_bytes
-    stages = 1 + max(0, min(2, room, -(-2 * needs.IN_FLIGHT_BYTES // (per_unit * stage_bytes))))
+    stages = 1 + max(0, min(most, room, -(-most * needs.IN_FLIGHT_BYTES // (per_unit * stage_bytes))))
     why = f"persistent: sums over rows stay in registers, a row in {chunks} blocks; {per_unit} programs a unit"
     return Plan(
         ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, stages=stages, recomputes=recomputes, why=why

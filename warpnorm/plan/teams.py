@@ -30,15 +30,17 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
     151 and 152, RMSNorm 153 and 161 instead of 143."""
     is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
     if not problem.has_vectors:
-        # At 50257: RMSNorm 69, LayerNorm 54, walked by one program 38 and 34; 62 and 54 with three rows at hand, 65 and 41
-        # with a row in registers until its sums are there. fp32 74 and 69, walked 47 and 36
+        # At 50257: RMSNorm 71, LayerNorm 56, walked by one program 38 and 34; with three rows at hand, or a row in registers
+        # until its sums are there, less. Moved by 16 bytes as they lie, by teams whose rows all begin at the same place of a
+        # vector: 60 and 45 if the next vector is loaded too, 70 and 49 if it comes from the next thread. fp32 74 and 69,
+        # walked 47 and 36
         is_narrow = is_half and problem.width <= LARGEST_TEAM * 2048
         narrow, wide = Part(2048, 2, 6 if is_centered else 8, 1), Part(4096, 4 if is_centered else 8, 3, 1)
         part = narrow if is_narrow else wide
     else:
         # LayerNorm and RMSNorm at 131072: 78 and 83, at 262144: 78 and 83, walked by one program 59 and 61, 54 and 56.
         # With 8 KB of a row LayerNorm at 131072: 80, at 262144: 71. fp32 at 65536: 88 and 91, walked 63 and 68
-        is_narrow = is_centered and is_half and problem.width <= 32 * 4096
+        is_narrow = is_centered and is_half and problem.width <= LARGEST_TEAM * 4096
         part_bytes = 8192 if is_narrow else 16384
         warps = 4 if is_centered and is_half else 8
         chunks = part_bytes // (warps * device.warp_size * VECTOR_BYTES)
@@ -53,8 +55,7 @@ def backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...
     part = _backward_part(problem, loads)
     if part is None:
         return None
-    splits = (problem.width if problem.width % part.cols == 0 else problem.cols_class) // part.cols
-    return _plan(problem, device, loads, part, splits, "sums")
+    return _plan(problem, device, loads, part, -(-problem.width // part.cols), "sums")
 
 
 def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part | None:
@@ -65,10 +66,15 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
     if not problem.needs_grad_xhat or (is_heavy and not problem.has_vectors):
         return None
     if not problem.has_vectors:
-        # At 50257: RMSNorm 56, LayerNorm 48, by blocks of columns 36 and 37; 51 and 43 with 2048 columns and 4 warps. fp32
-        # 71 and 65, 46 and 46
+        # At 50257: RMSNorm 64, LayerNorm 59, by blocks of columns 36 and 37; less with 2048 columns and 4 warps. Moved by 16
+        # bytes as they lie: 58 and 44. fp32 71 and 65, 46 and 46
         return Part(1024, 2, 8, 1) if is_half and cols <= LARGEST_TEAM * 1024 else Part(2048, 4, 3, 1)
     keeps = not is_heavy and sums == 2 and is_half and loaded <= 4
+    if is_half and not is_heavy and loaded <= 4 and cols <= 65536 and not problem.is_filled:
+        # LayerNorm at 12296, 20488 and 50256: 77, 76 and 79, with 2048 columns 70, 71 and 77; RMSNorm at 15000 and 20488: 83
+        # and 82, 77 by one program and 73 if rows are loaded again, at 50256 86, 78 with 1024 columns and 80
+        is_wide = sums < 2 and cols == 65536
+        return Part(2048, 2, 4, 4, True) if is_wide else Part(1024, 1, 8, 2, True)
     if is_half and (sums == 2 or (sums == 1 and kept)) and cols <= 65536:
         # LayerNorm at 16384, 32768 and 65536: 84, 84 and 83; if rows are loaded again 81, 80, 80; with 4096 columns 83, 83
         # and 82. silu(x) * r -> LayerNorm at 16384: 74, 71 with 4096 columns and 40 if they are kept; gelu(x + b) -> RMSNorm
@@ -87,8 +93,9 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         team_cols = 2048 if sums > 2 or loaded > 8 else 4096
         return Part(team_cols, 4, 2, team_cols // 1024 if is_heavy else 1)
     if keeps:
-        # LayerNorm at 131072: 82, 80 in one block, 79 with 2048 columns; at 262144: 77, 71 in four blocks
-        return Part(4096, 4, 2, 4 if cols <= 131072 else 1, keeps)
+        # LayerNorm at 131072: 82, 80 in one block, 79 with 2048 columns; at 262144: 77, 71 in four blocks; but at 151936 72
+        # in four, and 56
+        return Part(4096, 4, 2, 4 if cols <= 131072 or not problem.is_filled else 1, keeps)
     if sums == 2 and cols <= 131072:
         return Part(2048, 2, 4, 4)  # LayerNorm at 131072: 79, with the sums of teams as they were 70, 64 in two blocks
     return Part(4096, 4, 2, 1 if cols <= 131072 else 4)  # LayerNorm at 262144: 73

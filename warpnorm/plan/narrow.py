@@ -1,0 +1,70 @@
+"""Plans of rows of up to 1024 columns, of which a program has several. Percentages are of copy speed, bf16 unless said,
+measured on an H200."""
+
+from warpnorm.plan import needs
+from warpnorm.plan.device import Device
+from warpnorm.plan.plan import ROW, Plan
+from warpnorm.problem import TILES, VECTOR_BYTES, BackwardProblem, ForwardProblem, Problem
+
+
+def forward(problem: ForwardProblem) -> Plan:
+    """2 KB of rows for each warp. LayerNorm of fp32 at 64 and 128: 96 and 95, with 4 KB 82 and 83, with 1 KB 79; RMSNorm,
+    which needs fewer registers, 97 with either; bf16 at 128: 95, with 1 KB 79. Two warps where one loads a row at once, or
+    two rows. LayerNorm and RMSNorm of bf16 at 256: 98 and 99, with one 95 and 97, with four 95 and 96; at 128 95 and 98, 94
+    and 97; of fp32 at 128 96 and 98, 95 and 97."""
+    cols, itemsize = problem.cols_class, needs.itemsize(problem)
+    warps = 2 if problem.has_vectors and 256 <= cols * itemsize <= 512 else 1
+    block_rows = max(1, warps * min(2048 // itemsize, 1024) // cols)
+    return Plan(ROW, block_rows, cols, warps, why="narrow rows: a warp has some, and reduces without shared memory")
+
+
+def blocks_of(problem: Problem) -> tuple[int, int] | None:
+    """Columns of a block, and how many of them a row is, where narrow rows would leave much of one block empty: five or
+    seven eighths, or quarters. LayerNorm at 96, 160, 192, 320, 384, 448, 640 and 896: 99, 99, 99, 97, 98, 98, 97 and 99, in
+    one block 75, 71, 82, 75, 85, 90, 70 and 88; RMSNorm at 320 99 and 96. Quarters are better where an eighth is a vector or
+    two, RMSNorm at 72 and 112 99 and 82, and if the last of seven eighths is not full: LayerNorm at 200 94 and 91. So they
+    are if all eighths are there, but not full: LayerNorm at 1000 97, in one block 90, but RMSNorm 99 either way."""
+    cols, eighths = problem.cols_class, problem.eighths
+    is_narrow = 64 <= cols <= 1024 and not problem.is_exact and not problem.norm.is_by_channel
+    if not is_narrow or not problem.has_vectors or needs.words(problem) > 1 or len(problem.varying) > 2:
+        return None
+    if cols == 1024 and (eighths == 6 or (eighths > 6 and not problem.norm.is_centered)):
+        return None
+    is_fine = cols > 128 or (cols == 128 and problem.norm.is_centered)
+    if needs.itemsize(problem) <= 2 and is_fine and (eighths == 5 or (eighths == 7 and problem.is_filled)):
+        return cols // 8, eighths
+    return cols // 4, -(-eighths // 2)
+
+
+def forward_by_blocks(problem: ForwardProblem, device: Device, block_cols: int, chunks: int) -> Plan:
+    """As many rows as a warp loads a block of at once. LayerNorm at 80 and 160: 95 and 99 with one warp, 92 and 94 with two;
+    but at 192 and 200 96 and 92, 99 and 94, RMSNorm at 72 90 and 99, LayerNorm of fp32 at 96 and 320 97 and 99, 101 and
+    100."""
+    itemsize = needs.itemsize(problem)
+    is_lone = itemsize <= 2 and problem.norm.is_centered and (problem.cols_class, block_cols) != (256, 64)
+    warps = 1 if is_lone else 2
+    block_rows = warps * max(1, device.warp_size * VECTOR_BYTES // (block_cols * itemsize))
+    why = f"narrow rows, each in {chunks} blocks: a warp loads one of several rows at once"
+    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, why=why)
+
+
+def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
+    """Where a row is five or six eighths of a block. LayerNorm at 48, 72, 96, 160, 192, 320 and 384: 86, 79, 93, 89, 90, 89
+    and 95, in one block 81, 61, 79, 66, 78, 70 and 83; RMSNorm at 96 and 320 94 and 89, 88 and 81, but at 48 and 72 87 and
+    69, 89 and 75. fp32 at 96 and 320: 98 and 99, in one block 91 and 61. Two warps are better for LayerNorm at 72 and 96
+    alone, 79 and 93, with one 51 and 70."""
+    cols, itemsize, blocks = problem.cols_class, needs.itemsize(problem), blocks_of(problem)
+    tensors = sum(operand.axes in TILES for operand in problem.operands + problem.grad_outputs)
+    if blocks is None or problem.eighths > 6 or needs.kept(problem) or tensors > 2:  # for the want of registers
+        return None
+    is_half, has_sums = itemsize <= 2, len(problem.accumulated) > 1
+    if (cols <= 128 and problem.eighths == 5 and not has_sums) or (
+        cols == 64 and (problem.eighths == 5 or not has_sums)
+    ):
+        return None
+    block_cols = blocks[0] if cols >= 256 and is_half else cols // 4
+    warps = 2 if cols == 128 and is_half and has_sums else 1
+    block_rows = warps * max(1, device.warp_size * VECTOR_BYTES // (block_cols * itemsize))
+    chunks = -(-problem.width // block_cols)
+    why = f"persistent: sums over rows stay in registers; narrow rows, each in {chunks} blocks"
+    return Plan(ROW, block_rows, block_cols, warps, device.units * 8, chunks=chunks, stages=3, why=why)

@@ -269,6 +269,9 @@ WIDTHS = (
 
 
 ODD_WIDTHS = (
+    (96, "a head dimension that is no power of two"),
+    (640, "the second stage of a diffusion U-Net"),
+    (768, "BERT and the smallest GPT-2"),
     (4095, "rows that do not start at a whole word"),
     (5120, "models of thirteen billion parameters: no power of two"),
     (50257, "a vocabulary: wide and odd"),

@@ -1,14 +1,19 @@
 """How many programs run, and what they divide by."""
 
+from collections.abc import Callable
+
 import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 
+import warpnorm
 from warpnorm import pipeline
 from warpnorm.norms import LAYER_NORM, RMS_NORM, Norm
 from warpnorm.plan import choose, grid
 from warpnorm.plan.device import KNOWN
+from warpnorm.plan.plan import ROW, TEAM, Plan
 from warpnorm.problem import COLUMN, FULL, Call, View
 from warpnorm.reference import Affine, Itself
 
@@ -50,3 +55,41 @@ def test_every_number_of_rows_has_programs(cols: int, norm: Norm) -> None:
         sums = [grid.gradient_sum(plan, of_backward, backward, i) for i in backward.reduced]
         assert [s.width for s in sums] == [cols]
         assert sums[0].height <= min(rows, max(plan.programs, 1))
+
+
+WIDTHS = [
+    step * part + more for step in (8, 64, 128, 1024, 8192) for part in (9, 10, 12, 13, 15) for more in (-8, 0, 8)
+]
+BY_CHANNEL: dict[str, Callable[..., torch.Tensor]] = {
+    "group_norm": lambda x: F.group_norm(x, 4),
+    "instance_norm": F.instance_norm,
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+}
+
+
+def check(plan: Plan, width: int) -> None:
+    """A kernel takes it: tiles and warps are powers of two, and all columns have a place."""
+    assert all(size > 0 and size & (size - 1) == 0 for size in (plan.block_rows, plan.block_cols, plan.warps)), plan
+    assert plan.pattern not in (ROW, TEAM) or plan.block_cols * plan.chunks * plan.splits >= width, plan
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("norm", [LAYER_NORM, RMS_NORM], ids=lambda norm: norm.name)
+def test_every_width_has_a_plan(norm: Norm, dtype: torch.dtype) -> None:
+    call = Call(norm, 1, 1e-5, Itself(), Affine(True, False), (FULL, COLUMN), (dtype,))
+    for cols in WIDTHS:
+        full, column = View((64, cols), (cols, 1), dtype, True), View((cols,), (1,), dtype, True)
+        for device in KNOWN.values():
+            check(choose.forward(pipeline.forward_problem(call, (full, column, full))[0], device), cols)
+            check(choose.backward(pipeline.backward_problem(call, (full, column, full), (0,), (0, 1))[0], device), cols)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", BY_CHANNEL)
+def test_every_image_has_a_plan(name: str, dtype: torch.dtype) -> None:
+    for width in WIDTHS:
+        x = torch.empty(2, 8, width, device="meta", dtype=dtype).requires_grad_()
+        found = warpnorm.explain(BY_CHANNEL[name], x, target="sm_90")
+        for direction in (found.forward, found.backward):
+            assert direction is not None
+            check(direction.plan, direction.problem.width)

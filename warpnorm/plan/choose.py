@@ -78,7 +78,8 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     block_cols, chunks = _blocks(problem)
     is_half = needs.itemsize(problem) <= 2
     is_masked = chunks == 1 and problem.has_vectors and not problem.is_exact and len(problem.varying) == 1
-    if is_half and is_light and is_masked and (problem.norm.is_centered or cols == 8192):
+    is_plain = is_half and is_light and not problem.norm.is_by_channel
+    if is_plain and is_masked and cols > 1024 and (problem.norm.is_centered or cols == 8192):
         # Only the last is masked. LayerNorm at 2000, 4000 and 7176: 97, 94 and 95, in one block 84, 79 and 91; RMSNorm 99,
         # 99 and 92 in one block, and 99 at 7176 in eight
         block_cols, chunks = cols // 8, 8

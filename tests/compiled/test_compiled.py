@@ -334,6 +334,21 @@ def test_rows_that_fill_no_power_of_two_come_in_blocks(cols: int, dtype: torch.d
         assert plan.block_rows == grid.few_rows(plan) or plan.chunks == 1  # a row's bits are those of one among many
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cols", [64, 96, 128, 256, 320])
+def test_a_thread_has_the_same_part_of_a_row_among_few_and_many(cols: int, dtype: torch.dtype, target: str) -> None:
+    """Or its sum would round in another way: the tiles of x of both sizes are laid out with as many columns to a thread."""
+    problem = forward_problem(RMS_NORM, cols, dtype)
+    plan = choose.forward(problem, KNOWN[target])
+    code = bind.forward(problem, plan, KNOWN[target], 0).compiled.asm["ttgir"]
+    parts = dict(re.findall(r"(#\w+) = #ttg.blocked<{sizePerThread = \[1, (\d+)\]", code))
+    tiles = re.findall(rf"tt.load .* : tensor<(\d+)x{plan.block_cols}x!tt.ptr<\w+>, (#\w+)>", code)
+    found = {int(rows): int(parts[layout]) for rows, layout in tiles if int(rows) > 1}
+    assert {plan.block_rows, grid.few_rows(plan)} - {1} == set(found)
+    assert set(found.values()) == {16 // dtype.itemsize}
+
+
 @pytest.mark.parametrize("cols", [12_296, 50_256, 50_257, 65_536, 151_936])
 def test_a_team_has_no_program_too_many(cols: int) -> None:
     """Or one, as widths that differ by a thirty-second of a power of two at the most share their kernels."""

@@ -74,7 +74,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     if is_light and (blocks := narrow.blocks_of(problem)):
         return narrow.forward_by_blocks(problem, device, *blocks)
     if cols <= 512:
-        return narrow.forward(problem)
+        return narrow.forward(problem, device)
     block_cols, chunks = _blocks(problem)
     is_half = needs.itemsize(problem) <= 2
     is_masked = chunks == 1 and problem.has_vectors and not problem.is_exact and len(problem.varying) == 1

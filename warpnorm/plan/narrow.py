@@ -7,7 +7,7 @@ from warpnorm.plan.plan import ROW, Plan
 from warpnorm.problem import TILES, VECTOR_BYTES, BackwardProblem, ForwardProblem, Problem
 
 
-def forward(problem: ForwardProblem) -> Plan:
+def forward(problem: ForwardProblem, device: Device) -> Plan:
     """2 KB of rows for each warp. LayerNorm of fp32 at 64 and 128: 96 and 95, with 4 KB 82 and 83, with 1 KB 79; RMSNorm,
     which needs fewer registers, 97 with either; bf16 at 128: 95, with 1 KB 79. Two warps where one loads a row at once, or
     two rows. LayerNorm and RMSNorm of bf16 at 256: 98 and 99, with one 95 and 97, with four 95 and 96; at 128 95 and 98, 94
@@ -15,7 +15,8 @@ def forward(problem: ForwardProblem) -> Plan:
     cols, itemsize = problem.cols_class, needs.itemsize(problem)
     warps = 2 if problem.has_vectors and 256 <= cols * itemsize <= 512 else 1
     block_rows = max(1, warps * min(2048 // itemsize, 1024) // cols)
-    return Plan(ROW, block_rows, cols, warps, why="narrow rows: a warp has some, and reduces without shared memory")
+    why = "narrow rows: a warp has some, and reduces without shared memory"
+    return Plan(ROW, block_rows, cols, warps, lanes=device.warp_size, why=why)
 
 
 def blocks_of(problem: Problem) -> tuple[int, int] | None:
@@ -45,7 +46,7 @@ def forward_by_blocks(problem: ForwardProblem, device: Device, block_cols: int, 
     warps = 1 if is_lone else 2
     block_rows = warps * max(1, device.warp_size * VECTOR_BYTES // (block_cols * itemsize))
     why = f"narrow rows, each in {chunks} blocks: a warp loads one of several rows at once"
-    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, why=why)
+    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, lanes=device.warp_size, why=why)
 
 
 def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:

@@ -27,7 +27,7 @@ ALONG = (ROW, GROUP_SCALAR)  # of these, the same for all columns
 
 VECTOR_BYTES = 16  # the widest load or store of one thread
 LOWEST_ADDRESS = 1 << 40
-SHARED_CLASS = 8192  # columns above which programs may share a row
+SHARED_CLASS = 8192  # columns above which programs share rows as a rule
 LARGEST_CLASS = 1 << 30  # column counts above it need 64-bit column offsets
 
 

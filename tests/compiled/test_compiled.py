@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,7 +228,7 @@ def adaptive(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cols", [64, 96, 320, 1000, 1024, 4000, 4096, 8192, 12_288, 24_576, 65_536, 131_072])
+@pytest.mark.parametrize("cols", [64, 96, 320, 1000, 1024, 4000, 4096, 5120, 8192, 12_288, 24_576, 65_536, 131_072])
 def test_plans_do_not_depend_on_the_samples(cols: int, dtype: torch.dtype) -> None:
     """Scale and shift of each sample are loaded once where there is one, and for each row where each has one."""
     fused = warpnorm.fuse(adaptive)
@@ -235,8 +236,8 @@ def test_plans_do_not_depend_on_the_samples(cols: int, dtype: torch.dtype) -> No
         found = set()
         for samples, positions in ((1, 1), (1, 5), (3, 1), (3, 5)):
             x = torch.empty(samples, positions, cols, dtype=torch.bfloat16)
-            scale = torch.empty(samples, 1, cols, dtype=dtype)
-            request = fused.request(NOTHING, (x, scale, scale), {})
+            scale, shift = (torch.empty(samples, 1, cols, dtype=dtype) for _ in range(2))
+            request = fused.request(NOTHING, (x, scale, shift), {})
             call, operands = arrange(fused.prepare(request), request.tensors)
             problem, _ = pipeline.forward_problem(call, (*map(View.of, operands), View.of(x)))
             found.add((choose.forward(problem, KNOWN[target]), problem.has_long_mantissas, problem.has_vectors))
@@ -327,19 +328,33 @@ def test_rows_that_fill_no_power_of_two_come_in_blocks(cols: int, dtype: torch.d
         assert plan.block_rows == grid.few_rows(plan) or plan.chunks == 1  # a row's bits are those of one among many
 
 
+def normalized(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:])
+
+
+def normalized_float8(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, x.shape[-1:]).to(torch.float8_e4m3fn)
+
+
+def normalized_masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(torch.where(mask, x, 0.0), x.shape[-1:])
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cols", [64, 96, 128, 256, 320])
-def test_a_thread_has_the_same_part_of_a_row_among_few_and_many(cols: int, dtype: torch.dtype, target: str) -> None:
-    """Or its sum would round in another way: the tiles of x of both sizes are laid out with as many columns to a thread."""
-    problem = forward_problem(RMS_NORM, cols, dtype)
-    plan = choose.forward(problem, KNOWN[target])
-    code = bind.forward(problem, plan, KNOWN[target], 0).compiled.asm["ttgir"]
-    parts = dict(re.findall(r"(#\w+) = #ttg.blocked<{sizePerThread = \[1, (\d+)\]", code))
-    tiles = re.findall(rf"tt.load .* : tensor<(\d+)x{plan.block_cols}x!tt.ptr<\w+>, (#\w+)>", code)
-    found = {int(rows): int(parts[layout]) for rows, layout in tiles if int(rows) > 1}
-    assert {plan.block_rows, grid.few_rows(plan)} - {1} == set(found)
-    assert set(found.values()) == {16 // dtype.itemsize}
+@pytest.mark.parametrize("function", [normalized, normalized_float8, normalized_masked], ids=lambda f: f.__name__)
+def test_a_thread_has_the_same_part_of_a_row_among_few_and_many(
+    function: Callable[..., torch.Tensor], cols: int, dtype: torch.dtype, target: str
+) -> None:
+    """Or its sum would round in another way: tiles of both sizes that are reduced have as many columns to a thread."""
+    x, mask = (torch.empty(64, cols, dtype=kind, device="meta") for kind in (dtype, torch.bool))
+    found = warpnorm.explain(function, x, mask, target=target).forward
+    code = bind.forward(found.problem, found.plan, KNOWN[target], 0).compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<{(sizePerThread = \[1, \d+\])", code))
+    reduced = re.findall(r'"tt.reduce"(?:.*\n)+?.*}\) : \(tensor<(\d+)x\d+xf32, (#\w+)>', code)
+    assert {found.plan.block_rows, grid.few_rows(found.plan)} == {int(rows) for rows, _ in reduced}
+    assert len({layouts[layout] for _, layout in reduced}) == 1
 
 
 @pytest.mark.parametrize("cols", [12_296, 50_256, 50_257, 65_536, 151_936])

@@ -102,7 +102,7 @@ def test_programs_of_narrow_rows() -> None:
     programs = [grid.forward(Plan(ROW, 16, 128, 2), space)[0] for space in spaces]
     assert programs == [1, 2, 512, 129, 129]
     assert [grid.few_rows(Plan(ROW, rows, 512, 1)) for rows in (1, 2)] == [1, 1]
-    assert [grid.few_rows(Plan(ROW, 16, 128, 2, lanes=lanes)) for lanes in (32, 64)] == [4, 8]
+    assert [grid.few_rows(Plan(ROW, 16, 128, 2, least=least)) for least in (256, 512)] == [4, 8]
     assert grid.few_rows(Plan(ROW, 2, 2048, 4)) == 2
     assert grid.few_rows(Plan(ROW, 4, 128, 1, programs=3)) == 4
 

@@ -88,7 +88,7 @@ def _or_otherwise(build: Callable[..., Any]) -> Callable[..., Any]:
     nothing to convert. Every process compiles such a kernel twice or three times, and sees what Triton says of each refusal;
     how fast the last is has not been measured. Where a held row is computed twice, it is widened so at once: LLVM widens all
     of a bfloat16 row before it begins, and backward of BatchNorm of 32 x 64 x 112 x 112 would have 656 bytes of every thread
-    in memory, 23 % of copy speed. `explain` shows the first source."""
+    in memory, 23 % of copy speed. `explain` shows the source as it was written."""
 
     @wraps(build)
     def attempt(problem: Problem, plan: Plan, device: Device, index: int) -> Any:

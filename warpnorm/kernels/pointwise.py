@@ -120,7 +120,7 @@ def quick_erf_beside_one(x):
 @triton.jit
 def normal_distribution(x):
     """(1 + erf(x / sqrt(2))) / 2: as above, of what is left beyond |x|. Off by 8e-6 in proportion, for negative x too, by
-    4e-5 from -3 on and 3e-4 from -5 on: a half rounds by 2e-4, and the next better polynomial is an instruction longer."""
+    4e-5 from -3 on and 3e-4 from -5 on: a half rounds by 5e-4, and the next better polynomial is an instruction longer."""
     size = tl.abs(x)
     p = -1.4106079788689385e-06 * size + 5.298547330312431e-05
     p = p * size - 0.0008632347453385592

@@ -3,7 +3,7 @@
 device  the numbers of a device that plans follow from
 plan    the frozen record of what was chosen
 choose  the heuristics
-narrow  those of rows of which a program has several
+narrow  those of rows of which a program may have several
 wide    those of rows that lie in registers as they do in memory
 teams   those of programs that share a row
 pieces  those of rows in pieces that stay in registers

@@ -80,7 +80,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     is_masked = chunks == 1 and problem.has_vectors and not problem.is_exact and len(problem.varying) == 1
     is_plain = is_half and is_light and not problem.norm.is_by_channel
     if is_plain and is_masked and cols > 1024 and (problem.norm.is_centered or cols == 8192):
-        # Only the last is masked. LayerNorm at 2000, 4000 and 7176: 97, 94 and 95, in one block 84, 79 and 91; RMSNorm 99,
+        # Only the last is masked. LayerNorm at 2000, 4000 and 7176: 99, 99 and 95, in one block 84, 79 and 91; RMSNorm 99,
         # 99 and 92 in one block, and 99 at 7176 in eight
         block_cols, chunks = cols // 8, 8
     # 32 elements a thread keep the loads of a whole row in flight. RMSNorm at 8192: 96 with 8 warps, 76 with 16. Fewer
@@ -91,7 +91,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         warps = max(1, cols * needs.words(problem) // 1024)
     elif is_half and chunks > 1 and is_light:
         # At 768 (of three blocks), LayerNorm: 98 with one warp, 91 with two; at 5120: 98 with 4, 97 with 8; at 2000 and 4000
-        # (of eight) 97 and 94 with one and two, 94 and 90 with twice as many; at 2056 95 with two and 91 with 4
+        # (of eight) best with one and two; at 2056 95 with two and 91 with 4
         warps = min(cols // 1024, 4)
         if chunks == 8:
             warps = cols // 2048 if problem.norm.is_centered else 8

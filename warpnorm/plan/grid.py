@@ -19,11 +19,10 @@ BLOCKS_A_PROGRAM = 4
 FEW_ROWS = 128
 FEW_STEPS = 4
 WIDEST_FEW = 4096  # columns: beyond, kernels have no registers to spare
-# Programs of pattern `row`, forward, of narrow rows, up to which a warp has fewer of these, of so many elements for each of
-# its threads: there is room for all at once. LayerNorm of 8 x 256 fp32 takes 1.4 us so and 2.0 otherwise, of 8 x 128 1.6 and
-# 2.7, of 512 x 256 1.8 and 2.2; with 1024 programs, of 4096 x 64 fp16, 2.3 and 2.1
+# Programs of pattern `row`, forward, of narrow rows, up to which a warp has fewer of these: there is room for all at once.
+# LayerNorm of 8 x 256 fp32 takes 1.4 us so and 2.0 otherwise, of 8 x 128 1.6 and 2.7, of 512 x 256 1.8 and 2.2; with 1024
+# programs, of 4096 x 64 fp16, 2.3 and 2.1
 FEW_PROGRAMS = 512
-FEW_ELEMENTS = 8  # of a thread: as many as it loads at once, so that its part of a row is the same
 
 
 class Sum(NamedTuple):
@@ -49,7 +48,7 @@ def forward(plan: Plan, space: Space) -> tuple[int, int]:
 def few_rows(plan: Plan) -> int:
     """Rows of one program of pattern `row`, forward, where there are few of them."""
     is_narrow = plan.pattern == ROW_PATTERN and plan.programs == 0 and plan.warps <= 2
-    few = max(1, FEW_ELEMENTS * plan.lanes * plan.warps // plan.block_cols)
+    few = max(1, plan.least * plan.warps // plan.block_cols)
     return min(few, plan.block_rows) if is_narrow else plan.block_rows
 
 

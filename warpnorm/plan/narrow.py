@@ -1,10 +1,10 @@
-"""Plans of rows of up to 1024 columns, of which a program has several. Percentages are of copy speed, bf16 unless said,
+"""Plans of rows of up to 1024 columns, of which a program may have several. Percentages are of copy speed, bf16 unless said,
 measured on an H200."""
 
 from warpnorm.plan import needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import ROW, Plan
-from warpnorm.problem import TILES, VECTOR_BYTES, BackwardProblem, ForwardProblem, Problem
+from warpnorm.problem import NUMBER, TILES, VECTOR_BYTES, BackwardProblem, ForwardProblem, Problem
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan:
@@ -16,7 +16,18 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     warps = 2 if problem.has_vectors and 256 <= cols * itemsize <= 512 else 1
     block_rows = max(1, warps * min(2048 // itemsize, 1024) // cols)
     why = "narrow rows: a warp has some, and reduces without shared memory"
-    return Plan(ROW, block_rows, cols, warps, lanes=device.warp_size, why=why)
+    return Plan(ROW, block_rows, cols, warps, least=_least(problem, device), why=why)
+
+
+def _least(problem: ForwardProblem, device: Device) -> int:
+    """Elements that a warp loads or stores at once, of the tensor with the smallest ones: with fewer to a tile, a thread
+    would have a smaller part of a row than among many rows, and a sum would round in another way."""
+    smallest = min(operand.dtype.itemsize for operand in problem.operands + problem.outputs if operand.axes != NUMBER)
+    return device.warp_size * max(8, VECTOR_BYTES // smallest)
+
+
+def _rows_at_once(device: Device, warps: int, row_bytes: int) -> int:
+    return warps * max(1, device.warp_size * VECTOR_BYTES // row_bytes)
 
 
 def blocks_of(problem: Problem) -> tuple[int, int] | None:
@@ -44,9 +55,9 @@ def forward_by_blocks(problem: ForwardProblem, device: Device, block_cols: int, 
     itemsize = needs.itemsize(problem)
     is_lone = itemsize <= 2 and problem.norm.is_centered and (problem.cols_class, block_cols) != (256, 64)
     warps = 1 if is_lone else 2
-    block_rows = warps * max(1, device.warp_size * VECTOR_BYTES // (block_cols * itemsize))
+    block_rows = _rows_at_once(device, warps, block_cols * itemsize)
     why = f"narrow rows, each in {chunks} blocks: a warp loads one of several rows at once"
-    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, lanes=device.warp_size, why=why)
+    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, least=_least(problem, device), why=why)
 
 
 def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
@@ -59,13 +70,13 @@ def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
     if blocks is None or problem.eighths > 6 or needs.kept(problem) or tensors > 2:  # for the want of registers
         return None
     is_half, has_sums = itemsize <= 2, len(problem.accumulated) > 1
-    if (cols <= 128 and problem.eighths == 5 and not has_sums) or (
+    if (cols == 128 and problem.eighths == 5 and not has_sums) or (
         cols == 64 and (problem.eighths == 5 or not has_sums)
     ):
         return None
     block_cols = blocks[0] if cols >= 256 and is_half else cols // 4
     warps = 2 if cols == 128 and is_half and has_sums else 1
-    block_rows = warps * max(1, device.warp_size * VECTOR_BYTES // (block_cols * itemsize))
+    block_rows = _rows_at_once(device, warps, block_cols * itemsize)
     chunks = -(-problem.width // block_cols)
     why = f"persistent: sums over rows stay in registers; narrow rows, each in {chunks} blocks"
     return Plan(ROW, block_rows, block_cols, warps, device.units * 8, chunks=chunks, stages=3, why=why)

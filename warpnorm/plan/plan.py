@@ -29,7 +29,7 @@ class Plan:
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
     `keeps`: what was loaded of a row stays in registers until it is finished, instead of being loaded again from L2 (`team`,
     backward, on NVIDIA's GPUs).
-    `lanes`: threads of a warp (`row`, forward, of narrow rows, of which a program may have fewer).
+    `least`: elements of a tile for each warp, where there are few rows (`row`, forward, a program for each block of rows).
     `per_unit`: so many programs of a team must fit on a multiprocessor, if not 0: they have no more registers than that
     leaves (`team`, `held`).
     `why`: what the choice followed from; it makes no difference between plans."""
@@ -50,7 +50,7 @@ class Plan:
     recomputes: bool = False
     keeps: bool = False
     per_unit: int = 0
-    lanes: int = 32
+    least: int = 256
     why: str = field(default="", compare=False)
 
     @property

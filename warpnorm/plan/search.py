@@ -68,10 +68,10 @@ def _walks(cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:
 
 
 def _teams(chosen: Plan, device: Device) -> Iterator[Plan]:
-    width = chosen.block_cols * chosen.chunks * chosen.splits
-    for splits, chunks in product((chosen.splits // 2, chosen.splits, chosen.splits * 2), (1, 2, 4, 8)):
-        block_cols = width // max(splits * chunks, 1)
-        if splits < 2 or not 512 <= block_cols <= 4096:
+    part = chosen.block_cols * chosen.chunks
+    for half_parts, chunks in product((1, 2, 4), (1, 2, 4, 8)):  # half of what a program has, as much, and twice
+        splits, block_cols = -(-2 * chosen.splits // half_parts), part * half_parts // (2 * chunks)
+        if splits < 2 or not 512 <= block_cols <= 4096 or block_cols & (block_cols - 1):
             continue
         for warps, a_unit, stages in product((2, 4, 8), (1, 2, 3, 4), (2, 3)):
             if teams := device.units * a_unit // splits:

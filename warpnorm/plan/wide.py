@@ -4,7 +4,7 @@ said, measured on an H200."""
 from warpnorm.plan import needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import ROW, Plan
-from warpnorm.problem import COLUMN, TILES, VECTOR_BYTES, ForwardProblem, operand_name
+from warpnorm.problem import COLUMN, TILES, VECTOR_BYTES, ForwardProblem, is_varying, operand_name
 
 MOST_READ = 57344  # columns of a row up to which one program reads weight and bias for it
 
@@ -26,7 +26,7 @@ def is_read_often(problem: ForwardProblem) -> bool:
 
 def forward(problem: ForwardProblem, device: Device) -> Plan:
     # LayerNorm and RMSNorm at 12288: 97 and 98 (LayerNorm with 16 warps four less); at 16384 with 16 as with 8 warps,
-    # LayerNorm by one more; at 32768: 95 and 97 with 16, 77 and 97 with 32; at 65536: 86 and 95. With c in registers at
+    # LayerNorm by one more; at 32768: 95 and 97 with 16, 77 and 97 with 32; at 65536: 87 and 95. With c in registers at
     # 12288: 87 and 97. fp32 at 16384: 96 and 97
     row_bytes = problem.width * needs.itemsize(problem)
     warps = 8 if row_bytes < 32768 else 16 if row_bytes <= 65536 else 32
@@ -40,5 +40,6 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
 
 
 def epilogue_columns(problem: ForwardProblem) -> int:
-    read = problem.epilogue.used_inputs
-    return sum(o.axes == COLUMN and operand_name(i) in read for i, o in enumerate(problem.operands))
+    """Those that are the same for all rows, however many samples there are."""
+    read = [o for i, o in enumerate(problem.operands) if operand_name(i) in problem.epilogue.used_inputs]
+    return sum(o.axes == COLUMN and not is_varying(o) for o in read)

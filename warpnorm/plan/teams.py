@@ -71,8 +71,9 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         return Part(1024, 2, 8, 1) if is_half and cols <= LARGEST_TEAM * 1024 else Part(2048, 4, 3, 1)
     keeps = not is_heavy and sums == 2 and is_half and loaded <= 4
     if is_half and not is_heavy and loaded <= 4 and cols <= 65536 and not problem.is_filled:
-        # LayerNorm at 12296, 20488 and 50256: 77, 76 and 79, with 2048 columns 70, 71 and 77; RMSNorm at 15000 and 20488: 83
-        # and 82, 77 by one program and 73 if rows are loaded again, at 50256 86, 78 with 1024 columns and 80
+        # LayerNorm at 12296 and 15000: 76 and 76, with 2048 columns 70 and 73; in one block 77 and 77, at 20488 and 50256 76
+        # and 79 (71 and 77 with 2048), but 48 bytes would spill on sm_100. RMSNorm, in one block, at 15000 and 20488: 83 and
+        # 82, 77 by one program and 73 if rows are loaded again; at 50256 86, 78 with 1024 columns and 80
         is_wide = sums < 2 and cols == 65536
         return Part(2048, 2, 4, 4, True) if is_wide else Part(1024, 1, 8, 2, True)
     if is_half and (sums == 2 or (sums == 1 and kept)) and cols <= 65536:

@@ -366,6 +366,21 @@ def test_a_team_has_no_program_too_many(cols: int) -> None:
         assert plan.pattern == ROW or least <= plan.splits <= least + 1
 
 
+def test_masked_rows_that_no_team_takes_stay_in_registers() -> None:
+    """Of 15000 columns: where programs cannot wait for each other, and where the gradient of x is not asked for."""
+    x = torch.empty(64, 15000, device="meta", dtype=torch.bfloat16)
+    w = torch.empty(15000, device="meta", dtype=torch.bfloat16).requires_grad_()
+
+    def pattern(target: str, needs_grad: bool) -> str:
+        found = warpnorm.explain(
+            lambda x, w: F.rms_norm(x, x.shape[-1:], w), x.requires_grad_(needs_grad), w, target=target
+        ).backward
+        assert found is not None
+        return found.plan.pattern
+
+    assert [pattern("sm_90", True), pattern("sm_90", False), pattern("gfx942", True)] == [TEAM, ROW, ROW]
+
+
 def test_rows_of_512_columns_behind_a_prologue() -> None:
     """Two of them at a time would spill, as would two rows of float64."""
 

@@ -151,11 +151,13 @@ def backward(problem: BackwardProblem, device: Device, space: Space | None = Non
     elif (
         problem.has_vectors
         and cols == 16384
-        and problem.is_filled
         and problem.eighths == 8
         and needs.itemsize(problem) <= 2
         and not problem.norm.is_by_channel
     ):
+        is_masked = not problem.is_filled and bool(problem.accumulated)
+        if is_masked and (team := teams.backward(problem, device, loads)):
+            return team  # RMSNorm at 15000: 83, and 77 by one program
         block_cols, chunks = 4096, 4  # RMSNorm: 95, and 85 by a team
     # xhat, its gradient and one accumulator for each sum over rows live at once, in half of the registers; beside them, in
     # their own dtype, the operands by which the prologue is differentiated
@@ -288,12 +290,12 @@ def _row_backward_by_blocks(
     words = width * needs.itemsize(problem) // 2
     per_unit = 8 if words <= 1024 else 4 if words <= 2560 else 2 if words <= 5120 else 1
     warps = min(max(problem.cols_class // 1024, 2), 16 if width == 16384 else 8)
-    kept = sum(o.axes in TILES for o in needs.kept(problem))
+    kept, tiles = (sum(o.axes in TILES for o in operands) for operands in (needs.kept(problem), loads))
     if kept > 1 and warps == 8:
         warps, per_unit = 4, 2  # silu(x) * r -> LayerNorm at 5120: 96, and 70 where c is kept
-    elif warps == 8 and per_unit == 2 and sum(o.axes in TILES for o in loads) > 2:
+    elif warps == 8 and per_unit == 2 and tiles > 2:
         warps = 4  # h = x + r -> RMSNorm, both returned, at 5120: 103, and 87 with 8
-    tiles, most = sum(o.axes in TILES for o in loads), 2
+    most = 2
     if needs.itemsize(problem) <= 2 and kept == 0 and tiles == 2:
         if problem.cols_class == 1024 and problem.eighths == 5:
             warps = 1  # LayerNorm and RMSNorm at 640: 95 and 97, with two 92 and 96; at 520 85 and 88, 80 and 87

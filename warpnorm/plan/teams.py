@@ -39,7 +39,8 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
         part = narrow if is_narrow else wide
     else:
         # LayerNorm and RMSNorm at 131072: 78 and 83, at 262144: 78 and 83, walked by one program 59 and 61, 54 and 56.
-        # With 8 KB of a row LayerNorm at 131072: 80, at 262144: 71. fp32 at 65536: 88 and 91, walked 63 and 68
+        # With 8 KB of a row LayerNorm at 131072 and 262144: 88 and 88, of the latter 87 with 16 KB, and 79 where messages of
+        # 64 programs come in one vector. fp32 at 65536: 88 and 91, walked 63 and 68
         is_narrow = is_centered and is_half and problem.width <= LARGEST_TEAM * 4096
         part_bytes = 8192 if is_narrow else 16384
         warps = 4 if is_centered and is_half else 8

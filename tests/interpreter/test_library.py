@@ -75,7 +75,8 @@ def test_the_short_form_of_gelu_is_far_better_than_a_half() -> None:
     assert (slope - true_slope).abs().max() < 4e-6
     far = torch.tensor([float("-inf"), -1e30, -50.0, -20.0, 20.0, 1e30, float("inf"), float("nan")])
     gelu_kernel[(1,)](far, found, slope, COLS=8)
-    torch.testing.assert_close(found[1:8], torch.nn.functional.gelu(far[1:]), rtol=0, atol=1e-30, equal_nan=True)
+    true = torch.nn.functional.gelu(far[1:].double()).float()  # in float32 that of infinity is NaN on some processors
+    torch.testing.assert_close(found[1:8], true, rtol=0, atol=1e-30, equal_nan=True)
 
 
 @dataclass(frozen=True)

@@ -357,6 +357,25 @@ def test_a_thread_has_the_same_part_of_a_row_among_few_and_many(
     assert len({layouts[layout] for _, layout in reduced}) == 1
 
 
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("cols", [64, 72, 96, 160, 200, 256, 320, 512])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_a_thread_has_the_same_part_of_a_row_among_few_and_many_backward(
+    norm: Norm, cols: int, dtype: torch.dtype, target: str
+) -> None:
+    """The same rows give the same gradients, also where nobody asks for those that are summed."""
+    problem = backward_problem(norm, cols, dtype)
+    plan = choose.backward(problem, KNOWN[target])
+    code = bind.backward(problem, plan, KNOWN[target], 0).compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"(#\w+) = #ttg.blocked<{(sizePerThread = \[1, \d+\])", code))
+    reduced = re.findall(r'"tt.reduce"(?:.*axis = 1.*\n)(?:.*\n)+?.*}\) : \(tensor<(\d+)x(\d+)xf32, (#\w+)>', code)
+    rows = {plan.block_rows, grid.lone_rows(plan)}
+    ours = [(int(height), layout) for height, width, layout in reduced if int(width) == plan.block_cols]
+    assert rows == {height for height, _ in ours}
+    assert len({layouts[layout] for _, layout in ours}) == 1
+
+
 @pytest.mark.parametrize("cols", [12_296, 50_256, 50_257, 65_536, 151_936])
 def test_a_team_has_no_program_too_many(cols: int) -> None:
     """Or one, as widths that differ by a thirty-second of a power of two at the most share their kernels."""

@@ -277,7 +277,8 @@ def _row_backward(
     in_flight = needs.IN_FLIGHT_BYTES * max(tensors, 2) // 2 if per_unit == 1 else needs.IN_FLIGHT_BYTES
     stages = needs.stages(device, per_unit, stage_bytes, in_flight)
     why = f"persistent: sums over rows stay in registers; {stages - 1} blocks of rows in flight, {per_unit} programs a unit"
-    return Plan(ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, why=why)
+    least = narrow.least_backward(problem, device)
+    return Plan(ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, least=least, why=why)
 
 
 def _row_backward_by_blocks(

@@ -84,7 +84,7 @@ def sum_programs(plan: Plan, space: Space, problem: BackwardProblem) -> int:
 
 def lone_rows(plan: Plan) -> int:
     """Rows of one program of pattern `row`, backward, where there are such programs."""
-    return 1 if plan.warps == 1 else plan.block_rows
+    return min(plan.block_rows, max(1, plan.least // plan.block_cols)) if plan.warps == 1 else plan.block_rows
 
 
 def row_programs(plan: Plan, space: Space, problem: BackwardProblem) -> int:

@@ -1,10 +1,12 @@
 """Plans of rows of up to 1024 columns, of which a program may have several. Percentages are of copy speed, bf16 unless said,
 measured on an H200."""
 
+from collections.abc import Sequence
+
 from warpnorm.plan import needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import ROW, Plan
-from warpnorm.problem import NUMBER, TILES, VECTOR_BYTES, BackwardProblem, ForwardProblem, Problem
+from warpnorm.problem import NUMBER, TILES, VECTOR_BYTES, BackwardProblem, ForwardProblem, Operand, Problem
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan:
@@ -16,14 +18,19 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     warps = 2 if problem.has_vectors and 256 <= cols * itemsize <= 512 else 1
     block_rows = max(1, warps * min(2048 // itemsize, 1024) // cols)
     why = "narrow rows: a warp has some, and reduces without shared memory"
-    return Plan(ROW, block_rows, cols, warps, least=_least(problem, device), why=why)
+    return Plan(ROW, block_rows, cols, warps, least=_least(problem.operands + problem.outputs, device), why=why)
 
 
-def _least(problem: ForwardProblem, device: Device) -> int:
+def _least(tensors: Sequence[Operand], device: Device) -> int:
     """Elements that a warp loads or stores at once, of the tensor with the smallest ones: with fewer to a tile, a thread
     would have a smaller part of a row than among many rows, and a sum would round in another way."""
-    smallest = min(operand.dtype.itemsize for operand in problem.operands + problem.outputs if operand.axes != NUMBER)
+    smallest = min(operand.dtype.itemsize for operand in tensors if operand.axes != NUMBER)
     return device.warp_size * max(8, VECTOR_BYTES // smallest)
+
+
+def least_backward(problem: BackwardProblem, device: Device) -> int:
+    """The same of a warp that has few rows, backward. Warps of 32 threads lay out a lone row as they do several."""
+    return 1 if device.warp_size == 32 else _least(problem.operands + problem.grad_outputs + problem.results, device)
 
 
 def _rows_at_once(device: Device, warps: int, row_bytes: int) -> int:
@@ -57,7 +64,7 @@ def forward_by_blocks(problem: ForwardProblem, device: Device, block_cols: int, 
     warps = 1 if is_lone else 2
     block_rows = _rows_at_once(device, warps, block_cols * itemsize)
     why = f"narrow rows, each in {chunks} blocks: a warp loads one of several rows at once"
-    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, least=_least(problem, device), why=why)
+    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, least=_least(problem.operands + problem.outputs, device), why=why)
 
 
 def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
@@ -79,4 +86,5 @@ def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
     block_rows = _rows_at_once(device, warps, block_cols * itemsize)
     chunks = -(-problem.width // block_cols)
     why = f"persistent: sums over rows stay in registers; narrow rows, each in {chunks} blocks"
-    return Plan(ROW, block_rows, block_cols, warps, device.units * 8, chunks=chunks, stages=3, why=why)
+    least = least_backward(problem, device)
+    return Plan(ROW, block_rows, block_cols, warps, device.units * 8, chunks=chunks, stages=3, least=least, why=why)

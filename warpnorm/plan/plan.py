@@ -29,7 +29,8 @@ class Plan:
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
     `keeps`: what was loaded of a row stays in registers until it is finished, instead of being loaded again from L2 (`team`,
     backward, on NVIDIA's GPUs).
-    `least`: elements of a tile for each warp, where there are few rows (`row`, forward, a program for each block of rows).
+    `least`: elements of a tile for each warp, where there are few rows (`row`: forward, where there is a program for each
+    block of rows; backward, where a program has one warp).
     `per_unit`: so many programs of a team must fit on a multiprocessor, if not 0: they have no more registers than that
     leaves (`team`, `held`).
     `why`: what the choice followed from; it makes no difference between plans."""

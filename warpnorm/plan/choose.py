@@ -267,11 +267,10 @@ def _row_backward(
         return Plan(ROW, 1, cols, 16, device.units, stages=stages, why=why)
     if is_half and len(problem.accumulated) > 1:
         # Two accumulators keep one program busy while the other loads: LayerNorm 93, with one program 89; RMSNorm 90, 93.
-        # At 4000 in four blocks, of which only the last is masked, 97, in one 75
+        # In four blocks 98, and at 4000, of which only the last is masked, 97, in one 75
         why = "persistent: one program computes while another loads"
-        chunks = 1 if problem.is_exact else 4
         stages = needs.stages(device, 2, stage_bytes)
-        return Plan(ROW, 1, cols // chunks, 8, device.units * 2, chunks=chunks, stages=stages, why=why)
+        return Plan(ROW, 1, cols // 4, 8, device.units * 2, chunks=4, stages=stages, why=why)
     per_unit = max(1, STAGE_BYTES // (2 * block_rows * cols * itemsize))
     # A lone program needs more in flight: silu(x) * r -> LayerNorm at 4096: 99 with 72 KB, 87 with 48
     in_flight = needs.IN_FLIGHT_BYTES * max(tensors, 2) // 2 if per_unit == 1 else needs.IN_FLIGHT_BYTES
@@ -300,8 +299,9 @@ def _row_backward_by_blocks(
     if needs.itemsize(problem) <= 2 and kept == 0 and tiles == 2:
         if problem.cols_class == 1024 and problem.eighths == 5:
             warps = 1  # LayerNorm and RMSNorm at 640: 95 and 97, with two 92 and 96; at 520 85 and 88, 80 and 87
-        elif width == 5120 and len(problem.accumulated) == 2:
-            warps, per_unit, most = 4, 1, 3  # LayerNorm at 5120 and 5000: 98 and 91, with two programs of 8 92 and 79
+        elif width == 5120 and (len(problem.accumulated) == 2 or problem.is_filled):
+            # LayerNorm at 5120 and 5000: 98 and 91, with two programs of 8 92 and 79; RMSNorm 99 and 91, 94 and 96
+            warps, per_unit, most = 4, 1, 3
     recomputes = (kept > 1 and warps == 4 and width > 4096) or width > 8192
     stage_bytes = max(needs.loaded_bytes(loads, width), 1)
     room = (device.shared_bytes // per_unit - needs.SPARE_SHARED_BYTES) // stage_bytes

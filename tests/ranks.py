@@ -5,6 +5,7 @@ import datetime
 import importlib
 import json
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 Check = Callable[[int, int], None]  # of a rank and the number of ranks
+SOME = (2, 4) if os.environ.get("WARPNORM_TEST_ALL") == "1" else (2,)  # numbers of ranks
 TIMEOUT = 30  # seconds that a collective may take
 # Imported once, by the server that ranks are forked from: PyTorch's compiler alone takes each of them seconds
 PRELOADED = [

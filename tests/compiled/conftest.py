@@ -1,4 +1,5 @@
-"""Every case is compiled, for GPUs that are not here: a run has a third of them; WARPNORM_TEST_ALL=1 has all."""
+"""Every case is compiled, for GPUs that are not here: a run has a twelfth, of each test one; all with
+WARPNORM_TEST_ALL=1."""
 
 import pytest
 
@@ -11,7 +12,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items,
         "compiled",
         ("test_compiled.py", "test_compiled_channel.py"),
-        one_in=3,
+        one_in=12,
         keeps_lone=True,
         every_but=(),
     )

@@ -1,7 +1,6 @@
 """What the compiler makes of the kernels, for GPUs that are not here: the plans that `choose.py` picks, compiled for
 NVIDIA's and AMD's targets, and the machine code read."""
 
-import os
 import re
 import subprocess
 import tempfile
@@ -167,33 +166,30 @@ def test_threads_of_a_team_find_one_mean(target: str) -> None:
     assert "div.full" not in code
 
 
+WIDTHS = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383, 1536, 5120, 12288]
+WIDTHS += [80, 192, 320, 448, 896, 4000, 48, 112, 640, 1000, 2000, 7680]  # in blocks, of which the last may be masked
+
+
 @pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("cols", "dtype"),
+    [(cols, torch.float64) for cols in (2047, 4096, 8192, 16384)]
+    + [(cols, dtype) for cols in WIDTHS for dtype in (torch.float32, torch.bfloat16)],
+    ids=str,
+)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
-def test_no_local_memory(norm: Norm, dtype: torch.dtype, target: str) -> None:
-    """For every class of widths up to 16,384, aligned and odd, with all parameters and their gradients; for other GPUs than
-    Hopper a third of them, and some that come in blocks, or all with WARPNORM_TEST_ALL=1."""
-    widths = [64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 100, 1023, 4095, 8191, 16383, 1536, 5120, 12288]
-    of_blocks = [80, 192, 320, 448, 896, 4000, 48, 112, 640, 1000, 2000, 7680]  # of which the last may be masked
-    if dtype == torch.float64:
-        widths = [2047, 4096, 8192, 16384]
-    elif os.environ.get("WARPNORM_TEST_ALL") == "1":
-        widths += of_blocks
-    elif target != "sm_90":
-        widths = widths[::3]
-    elif dtype == torch.bfloat16:
-        widths += of_blocks[:6]
-    for cols in widths:
-        for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
-            # RMSNorm backward keeps 16384 sums in registers: some bytes do not fit, and yet it is faster than a team. So
-            # does LayerNorm's twice 12288 of float32, at 93 % of copy speed
-            case = (norm, cols, direction, plan.pattern)
-            allowed = {(RMS_NORM, 16384, "backward", ROW): 32, (LAYER_NORM, 12288, "backward", ROW): 8}.get(case, 0)
-            # Of a team whose elements are moved alone, the one program that needs masks lacks some registers; with as many
-            # as it needs for all, LayerNorm backward of 50257 columns reaches 43 % of copy speed, and 48 so
-            if plan.pattern == TEAM and cols % 8:
-                allowed = 80 if dtype == torch.bfloat16 else 16
-            assert local_memory(kernel.asm["cubin"]) <= allowed, f"{direction} of {cols} columns with {plan}"
+def test_no_local_memory(norm: Norm, cols: int, dtype: torch.dtype, target: str) -> None:
+    """For every class of widths up to 16,384, aligned and odd, with all parameters and their gradients."""
+    for direction, plan, kernel in compile_both(norm, cols, dtype, KNOWN[target]):
+        # RMSNorm backward keeps 16384 sums in registers: some bytes do not fit, and yet it is faster than a team. So does
+        # LayerNorm's twice 12288 of float32, at 93 % of copy speed
+        case = (norm, cols, direction, plan.pattern)
+        allowed = {(RMS_NORM, 16384, "backward", ROW): 32, (LAYER_NORM, 12288, "backward", ROW): 8}.get(case, 0)
+        # Of a team whose elements are moved alone, the one program that needs masks lacks some registers; with as many as
+        # it needs for all, LayerNorm backward of 50257 columns reaches 43 % of copy speed, and 48 so
+        if plan.pattern == TEAM and cols % 8:
+            allowed = 80 if dtype == torch.bfloat16 else 16
+        assert local_memory(kernel.asm["cubin"]) <= allowed, f"{direction} with {plan}"
 
 
 @pytest.mark.parametrize("cols", [100, 1024, 8192, 16384, 40000])

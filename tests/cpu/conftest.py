@@ -1,5 +1,6 @@
 """The tests of this folder run on one thread each: two workers on two cores, whose spinning threads would triple the
-time."""
+time. Of files whose cases compile one by one, a run has a third of the cases, of each test one at least;
+WARPNORM_TEST_ALL=1 has all."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from selection import select
 from warpnorm import pipeline, settings
+
+COMPILING = (
+    "test_absorb.py", "test_blocks.py", "test_channel_training.py", "test_compile.py", "test_export.py", "test_models.py",
+    "test_recognise.py", "test_together.py", "test_torch_library.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select(config, items, "cpu", COMPILING, one_in=3, keeps_lone=True, every_but=())
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -15,8 +15,6 @@ from accuracy import assert_no_further
 from warpnorm import library, nn, settings
 from warpnorm.errors import InputError
 
-WORLDS = (2, 4)
-
 
 def mesh_of(world: int) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
@@ -470,7 +468,7 @@ CHECKS = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(scope="module", params=ranks.SOME)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     checks = CHECKS if request.param == 2 else CHECKS[:-1]  # what is compiled does not depend on how many there are
     return ranks.run(checks, request.param, tmp_path_factory.mktemp("ranks"))

@@ -20,8 +20,6 @@ from warpnorm import parallel, settings
 from warpnorm.errors import InputError
 from warpnorm.nn import BatchNorm2d, BatchNormReLU2d, LazyBatchNorm2d, SyncBatchNorm, SyncBatchNormReLU2d
 
-WORLDS = (2, 4)
-
 
 @dataclass(frozen=True)
 class Case:
@@ -413,7 +411,7 @@ CHECKS = (
 )
 
 
-@pytest.fixture(scope="module", params=WORLDS)
+@pytest.fixture(scope="module", params=ranks.SOME)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     checks = CHECKS if request.param == 2 else CHECKS[:-1]  # what is compiled does not depend on how many there are
     return ranks.run(checks, request.param, tmp_path_factory.mktemp("ranks"))

@@ -64,7 +64,8 @@ def forward_by_blocks(problem: ForwardProblem, device: Device, block_cols: int, 
     warps = 1 if is_lone else 2
     block_rows = _rows_at_once(device, warps, block_cols * itemsize)
     why = f"narrow rows, each in {chunks} blocks: a warp loads one of several rows at once"
-    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, least=_least(problem.operands + problem.outputs, device), why=why)
+    least = _least(problem.operands + problem.outputs, device)
+    return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, least=least, why=why)
 
 
 def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:

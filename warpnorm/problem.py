@@ -226,6 +226,16 @@ class Operand:
             and all(s.literal == 0 or s.divisor * self.dtype.itemsize >= VECTOR_BYTES for s in outer)
         )
 
+    @property
+    def has_vectors_across(self) -> bool:
+        """The same where rows lie side by side, of those at the same column."""
+        outer = (*self.row_strides[:-1], *self.col_strides)
+        return (
+            self.is_aligned
+            and self.row_strides[-1].literal == 1
+            and all(s.literal == 0 or s.divisor * self.dtype.itemsize >= VECTOR_BYTES for s in outer)
+        )
+
 
 def is_varying(operand: Operand) -> bool:
     return operand.axes in TILES or (operand.axes == COLUMN and operand.varies)

@@ -93,3 +93,34 @@ def test_every_image_has_a_plan(name: str, dtype: torch.dtype) -> None:
         for direction in (found.forward, found.backward):
             assert direction is not None
             check(direction.plan, direction.problem.width)
+
+
+def test_samples_one_after_another() -> None:
+    """Channels last: those of a norm over samples lie side by side."""
+    x = torch.empty(8, 64, 64, 64, device="meta", dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+        "group_norm": lambda x: F.group_norm(x, 32),
+        "instance_norm": lambda x: F.instance_norm(x),
+    }
+    found = {name: warpnorm.explain(f, x.requires_grad_(), target="sm_90") for name, f in functions.items()}
+    for name, by_units in {"batch_norm": False, "group_norm": True, "instance_norm": True}.items():
+        for direction in (found[name].forward, found[name].backward):
+            assert direction is not None
+            assert direction.plan.by_units == by_units, name
+
+
+def test_columns_of_a_thread_are_merged_first_where_blocks_are_full() -> None:
+    def together(x: torch.Tensor) -> list[int]:
+        found = warpnorm.explain(lambda x: F.group_norm(x, 32), x.requires_grad_(), target="sm_90")
+        assert found.forward is not None
+        assert found.backward is not None
+        return [found.forward.plan.together, found.backward.plan.together]
+
+    def images(size: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(8, 320, size, size, device="meta", dtype=dtype).to(memory_format=torch.channels_last)
+
+    assert together(images(64, torch.bfloat16)) == [4, 4]
+    assert together(images(64, torch.float32)) == [1, 8]  # forward's means are corrected
+    assert together(images(63, torch.bfloat16)) == [1, 1]
+    assert together(torch.empty(8, 320, 200, 200, device="meta", dtype=torch.bfloat16)) == [1, 1]

@@ -15,8 +15,8 @@ examples = settings(max_examples=30, deadline=None, database=None, derandomize=T
 
 
 @triton.jit
-def tell_kernel(found, order, reciprocals):
-    task, unit, number = task_of(order, reciprocals)
+def tell_kernel(found, order, reciprocals, BY_UNITS: tl.constexpr):
+    task, unit, number = task_of(order, reciprocals, BY_UNITS)
     tl.store(found + tl.program_id(0) * 3, task)
     tl.store(found + tl.program_id(0) * 3 + 1, unit)
     tl.store(found + tl.program_id(0) * 3 + 2, number)
@@ -28,7 +28,7 @@ def tasks(plan: Plan, space: Space) -> tuple[grid.Order, list[tuple[int, int, in
     found = []
     for _plan, order, programs in grid.column(plan, None, space, True):
         told = torch.full((programs, 3), -1, dtype=torch.int32)
-        tell_kernel[(programs,)](told, order, grid.reciprocals(here, order))
+        tell_kernel[(programs,)](told, order, grid.reciprocals(here, order), plan.by_units)
         found += [tuple(row) for row in told.tolist()]
     return grid.order(plan, space), found
 
@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn) -> tuple[Plan, Space]:
     block_rows, block_cols = 2 ** draw(st.integers(0, 3)), 2 ** draw(st.integers(0, 4))
     chunks, ahead = draw(st.integers(1, 3)), draw(st.integers(0, 20))
     held = draw(st.sampled_from([0, 5, 1000]))
-    plan = Plan(COLUMN, block_rows, block_cols, 4, chunks=chunks, ahead=ahead, held=held)
+    plan = Plan(COLUMN, block_rows, block_cols, 4, chunks=chunks, ahead=ahead, held=held, by_units=draw(st.booleans()))
     return plan, space
 
 
@@ -64,6 +64,14 @@ def test_every_task_once_and_in_order(case: tuple[Plan, Space]) -> None:
         )
         assert max(firsts) < min(merges), "a merge comes before what it waits for"
         assert max(merges) < min(lasts), "a last task comes before what it waits for"
+
+
+def test_one_unit_after_another() -> None:
+    space = Space(6, 8, (), (), (), (), (3, 2), 1, pieces=2)
+    _, found = tasks(Plan(COLUMN, 2, 4, 4, by_units=True), space)
+    assert [(unit, number) for task, unit, number in found if task == FIRST.value] == [
+        (unit, number) for unit in range(3) for number in range(2)
+    ]
 
 
 def test_by_turns_where_tiles_are_held() -> None:

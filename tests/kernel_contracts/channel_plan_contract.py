@@ -119,3 +119,21 @@ ALONE = [
 def test_plans_without_pieces(plan: Plan, mode: Mode, layout: Layout, device: str) -> None:
     """Where a row lies in one piece, or there is no statistic: its columns still lie in parts."""
     check(layout, mode, torch.float32, device, plan, plan)
+
+
+# Blocks of which a thread merges its own columns before all others. Where some are not full, it does not
+TOGETHER = (
+    Plan(COLUMN, 8, 8, 2, chunks=2, stages=2, tasks=FIRST, together=4, by_units=True),
+    Plan(COLUMN, 8, 16, 2, chunks=2, tasks=FIRST, together=16),
+    Plan(COLUMN, 8, 8, 4, chunks=2, stages=2, ahead=2, held=1000, together=2),
+    Plan(COLUMN, 16, 8, 4, programs=6, chunks=0, stages=3, tasks=FIRST, together=2, by_units=True),
+)
+FAR = Layout("far_from_zero", (4, 8, 4, 8), view=lambda t: last(t + 300.0), why="M2 is a small difference")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", [BATCH, GROUPS, INSTANCE], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUTS[3], LAYOUTS[2], FAR], ids=str)
+@pytest.mark.parametrize("plan", TOGETHER, ids=["four", "all", "turns", "programs"])
+def test_columns_of_a_thread_first(plan: Plan, layout: Layout, mode: Mode, dtype: torch.dtype, device: str) -> None:
+    check(layout, mode, dtype, device, plan, plan)

@@ -125,7 +125,8 @@ def _is_quicker_apart(problem: Problem, plan: Plan) -> bool:
     h = x + r -> RMSNorm at 16384 477 and 507; LayerNorm at 131072 147 and 149. Not where a row lies in registers as it does
     in memory: LayerNorm at 65536 151 and 149, RMSNorm backward at 16384 207 and 203, GroupNorm 72 and 71; nor where a team
     carries it along, as single halves."""
-    if not problem.has_vectors or all(operand.dtype != torch.bfloat16 for operand in problem.varying):
+    has_vectors = problem.has_vectors or (plan.pattern == COLUMN and all(o.has_vectors_across for o in problem.tiles))
+    if not has_vectors or all(operand.dtype != torch.bfloat16 for operand in problem.varying):
         return False
     if plan.pattern == ROW:
         return bool(problem.prologue.nodes)
@@ -412,15 +413,14 @@ def _walk(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
     constants = {"COMPUTE": COMPUTE[problem.compute], "BLOCK_ROWS": plan.block_rows, "BLOCK_COLS": plan.block_cols}
     constants |= {"IS_WALKED": plan.is_walked, "STAGES": plan.stages, "HAS_PIECES": problem.has_pieces}
     constants |= {"IS_CORRECTED": problem.has_long_mantissas, "HAS_STATISTIC": problem.norm.is_computed}
-    is_joint = plan.tasks == JOINT
+    is_joint, is_exact = plan.tasks == JOINT, problem.cols_divisor % plan.block_cols == 0
     merge_cols = LARGEST_MERGE if is_joint else min(MERGED, 8 * plan.warps**3) // merge_rows(plan)
     constants |= {"MERGE_ROWS": merge_rows(plan), "MERGE_COLS": merge_cols, "MERGES": is_joint}
     # The interpreter runs programs one after another, unless it has teams
     constants["WAITS"] = plan.tasks == ALL and (device.has_teams or not device.is_interpreter)
     constants["HAS_FIRST"] = problem.has_tasks and plan.tasks in (ALL, FIRST)
-    constants["HAS_LAST"] = plan.tasks != FIRST
-    constants["IS_CHAINED"] = _can_chain(device)
-    constants["IS_EXACT"] = problem.cols_divisor % plan.block_cols == 0
+    constants |= {"HAS_LAST": plan.tasks != FIRST, "BY_UNITS": plan.by_units, "IS_CHAINED": _can_chain(device)}
+    constants |= {"IS_EXACT": is_exact, "TOGETHER": plan.together if is_exact else 1}
     return constants | {"HAS_FULL_BLOCKS": problem.rows_divisor % plan.block_rows == 0}
 
 

@@ -32,6 +32,7 @@ from warpnorm.kernels.statistics import (
     load_statistics,
     mean_of,
     merge_lanes,
+    merge_parts,
     move_of,
     normalize,
     quick_step,
@@ -72,13 +73,26 @@ def line_statistics(
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
     IS_WALKED: tl.constexpr, IS_EXACT: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_RESULT: tl.constexpr,
-    STAGES: tl.constexpr, POLICY: tl.constexpr,
+    STAGES: tl.constexpr, POLICY: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """(mean, M2) of the lines of a tile, and where the mean is corrected what it is rounded off by. IS_RESULT: the mean is
     one itself, so that it is rounded once."""
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
     lanes = tl.arange(0, BLOCK_COLS)
-    if IS_WALKED:
+    if IS_WALKED and TOGETHER > 1 and not IS_CORRECTED:
+        LANES: tl.constexpr = BLOCK_COLS // TOGETHER
+        state = start_walk(tl.zeros((BLOCK_ROWS, LANES), COMPUTE), True)
+        for step in tl.range(0, steps, num_stages=STAGES):
+            parts = ()
+            for k in tl.static_range(TOGETHER):
+                parts += (load_tile(
+                    operands, strides, sizes, row_offsets, row_mask, lines,
+                    first + step * spans[1] + k * LANES + tl.arange(0, LANES), cols,
+                    LOAD_COLUMNS, LOAD_TILES, PROLOGUE, True, POLICY,
+                )[0],)  # fmt: skip
+            state = merge_parts(state, parts, step, TOGETHER)
+        return merge_lanes(state, lane_counts(tl.arange(0, LANES), width, LANES, COMPUTE), width, False)
+    elif IS_WALKED:
         state = start_walk(tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE), True)
         counts = lane_counts(lanes, width, BLOCK_COLS, COMPUTE)
         START: tl.constexpr = 1 if IS_CORRECTED else 0
@@ -206,13 +220,13 @@ def column_forward_kernel(
     MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_CORRECTED: tl.constexpr, IS_WALKED: tl.constexpr, STAGES: tl.constexpr,
     WAITS: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr, MERGES: tl.constexpr,
-    IS_CHAINED: tl.constexpr,
+    IS_CHAINED: tl.constexpr, TOGETHER: tl.constexpr, BY_UNITS: tl.constexpr,
 ):  # fmt: skip
     """IS_CORRECTED: a line also sends what its mean is rounded off by, which of many short lines, far from zero, would be a
     variance of its own."""
     begin(IS_CHAINED)
     if HAS_FIRST:
-        task, unit, number = task_of(order, reciprocals)
+        task, unit, number = task_of(order, reciprocals, BY_UNITS)
         if task == MERGE:
             merge_statistics(
                 piece_ptrs, row_ptrs, statistic_ptrs, running_ptrs, factors, unit, number, statistics, first_tasks, layout,
@@ -229,7 +243,7 @@ def column_forward_kernel(
                 found = line_statistics(
                     operands, strides, sizes, row_offsets, row_mask, first, steps, width, cols, spans,
                     LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_WALKED, IS_EXACT,
-                    IS_CORRECTED, STATISTICS == 3, STAGES, "evict_last",
+                    IS_CORRECTED, STATISTICS == 3, STAGES, "evict_last", TOGETHER,
                 )  # fmt: skip
                 send_lines(piece_ptrs, unit, number, order, found, row_mask, 3 if IS_CORRECTED else 2, BLOCK_ROWS)
         elif HAS_LAST and task == LAST:
@@ -241,7 +255,7 @@ def column_forward_kernel(
                 STAGES, WAITS, MERGES,
             )  # fmt: skip
     else:
-        unit, number = tile_of(order)
+        unit, number = tile_of(order, BY_UNITS)
         write_tile(
             unit, number, operands, outputs, piece_ptrs, row_ptrs, statistic_ptrs, strides, sizes, rows, layout, order,
             reciprocals, cols, spans, first_tasks, eps, running_ptrs, factors,
@@ -257,22 +271,35 @@ def line_sums(
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_TILES: tl.constexpr, PROLOGUE: tl.constexpr,
     ADD_FIRST: tl.constexpr, SETTLE: tl.constexpr, FIRST_SUMS: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr,
-    IS_EXACT: tl.constexpr, IS_LINEAR: tl.constexpr, STAGES: tl.constexpr, POLICY: tl.constexpr,
+    IS_EXACT: tl.constexpr, IS_LINEAR: tl.constexpr, STAGES: tl.constexpr, POLICY: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """What must be summed over the lines of a tile before there is a gradient, and gradients that are such sums."""
     lines = LOAD_LINES(operands, strides, sizes, row_offsets, row_mask)
-    sums = (tl.zeros((BLOCK_ROWS, BLOCK_COLS), COMPUTE),) * FIRST_SUMS
+    LANES: tl.constexpr = BLOCK_COLS // TOGETHER
+    nothing = (tl.zeros((BLOCK_ROWS, LANES), COMPUTE),) * FIRST_SUMS
+    sums = nothing
     for step in tl.range(0, steps, num_stages=STAGES):
-        c, values, columns, place = load_tile(
-            operands, strides, sizes, row_offsets, row_mask, lines,
-            first + step * spans[1] + tl.arange(0, BLOCK_COLS), cols,
-            LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
-        )  # fmt: skip
-        xhat = normalize(c, statistics, True)
-        if not IS_LINEAR:
-            xhat = tl.where(place[3], xhat, 0.0)
-        sums = ADD_FIRST(sums, xhat, c, values, columns, place)
+        more = nothing if TOGETHER > 1 else sums
+        for k in tl.static_range(TOGETHER):
+            c, values, columns, place = load_tile(
+                operands, strides, sizes, row_offsets, row_mask, lines,
+                first + step * spans[1] + k * LANES + tl.arange(0, LANES), cols,
+                LOAD_COLUMNS, LOAD_TILES, PROLOGUE, IS_EXACT, POLICY,
+            )  # fmt: skip
+            xhat = normalize(c, statistics, True)
+            if not IS_LINEAR:
+                xhat = tl.where(place[3], xhat, 0.0)
+            more = ADD_FIRST(more, xhat, c, values, columns, place)
+        sums = added(sums, more, FIRST_SUMS) if TOGETHER > 1 else more
     return SETTLE(sums, lines)
+
+
+@triton.jit
+def added(sums, more, COUNT: tl.constexpr):
+    both = ()
+    for k in tl.static_range(COUNT):
+        both = both + (sums[k] + more[k],)  # noqa: RUF005
+    return both
 
 
 @triton.jit
@@ -383,12 +410,12 @@ def column_backward_kernel(
     MERGE_ROWS: tl.constexpr, MERGE_COLS: tl.constexpr, HAS_FULL_BLOCKS: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_WALKED: tl.constexpr, STAGES: tl.constexpr, WAITS: tl.constexpr,
     IS_LINEAR: tl.constexpr, HAS_FIRST: tl.constexpr, HAS_LAST: tl.constexpr,
-    MERGES: tl.constexpr, IS_CHAINED: tl.constexpr,
+    MERGES: tl.constexpr, IS_CHAINED: tl.constexpr, TOGETHER: tl.constexpr, BY_UNITS: tl.constexpr,
 ):  # fmt: skip
     begin(IS_CHAINED)
     HAS_ONE: tl.constexpr = BLOCK_ROWS == 1
     if HAS_FIRST:
-        task, unit, number = task_of(order, reciprocals)
+        task, unit, number = task_of(order, reciprocals, BY_UNITS)
         if task == MERGE:
             merge_sums(
                 merged_ptrs, piece_ptrs, row_ptrs, unit, number, statistics, first_tasks, layout, cols,
@@ -405,7 +432,7 @@ def column_backward_kernel(
                 terms, merged, left = line_sums(
                     operands, strides, sizes, row_offsets, row_mask, pair, first, steps, cols, spans,
                     LOAD_COLUMNS, LOAD_LINES, LOAD_TILES, PROLOGUE, ADD_FIRST, SETTLE, FIRST_SUMS,
-                    COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_EXACT, IS_LINEAR, STAGES, "evict_last",
+                    COMPUTE, BLOCK_ROWS, BLOCK_COLS, IS_EXACT, IS_LINEAR, STAGES, "evict_last", TOGETHER,
                 )  # fmt: skip
                 if MERGED > 0:
                     send_lines(piece_ptrs, unit, number, order, terms + merged, row_mask, 2 + MERGED, BLOCK_ROWS)
@@ -422,7 +449,7 @@ def column_backward_kernel(
                 BLOCK_ROWS, BLOCK_COLS, MERGE_COLS, HAS_FULL_BLOCKS, IS_EXACT, IS_WALKED, STAGES, WAITS, IS_LINEAR, MERGES,
             )  # fmt: skip
     else:
-        unit, number = tile_of(order)
+        unit, number = tile_of(order, BY_UNITS)
         write_gradients(
             unit, number, operands, gradients, merged_ptrs, partials, piece_ptrs, row_ptrs, statistic_ptrs, strides, sizes,
             rows, layout, order, reciprocals, cols, spans, first_tasks,

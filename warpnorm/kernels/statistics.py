@@ -266,6 +266,22 @@ def move_means(state, c, mask, delta, move):
 
 
 @triton.jit
+def merge_parts(state, parts, step, COUNT: tl.constexpr):
+    """The same by COUNT values of every lane at once: fewer instructions for each, and fewer lanes. The first step's are
+    seen from one of them, later ones from the mean before: M2 is then never much less than what it is the difference of."""
+    mean = tl.where(step == 0, parts[0], state[0])
+    deviation = parts[0] - mean
+    total = deviation
+    squares = deviation * deviation
+    for k in tl.static_range(1, COUNT):
+        deviation = parts[k] - mean
+        total += deviation
+        squares += deviation * deviation
+    move = move_of(total * (1.0 / COUNT), step)
+    return mean + move, state[1] + (squares - total * move)
+
+
+@triton.jit
 def lane_counts(lanes, cols, BLOCK_COLS: tl.constexpr, COMPUTE: tl.constexpr):
     """How many columns each lane of a walk has seen: lane i the columns i, i + BLOCK_COLS, ... below cols."""
     return ((cols - lanes + BLOCK_COLS - 1) // BLOCK_COLS).to(COMPUTE)[None, :]

@@ -18,7 +18,7 @@ def quotient(number, divisor, factor, shift):
 
 
 @triton.jit
-def task_of(order, reciprocals):
+def task_of(order, reciprocals, BY_UNITS: tl.constexpr):
     """This program's task, the unit, and which of its tiles, or of its blocks of rows to merge."""
     units, unit_tiles, merges, start, round_tiles, unit_rounds, merge_lag, lag = order
     if start < 0:  # both tasks of tiles by turns
@@ -42,17 +42,23 @@ def task_of(order, reciprocals):
         index = tl.where(is_last, before + tiles - 1 - program, program - tl.where(is_merge, tiles, 0))
         number = quotient(index, units, reciprocals[2], reciprocals[3])
         unit = index - number * units
+        if BY_UNITS:
+            unit = tl.where(is_merge, unit, index // unit_tiles)
+            number = tl.where(is_merge, number, index % unit_tiles)
         is_there = program >= 0
     task = tl.where(is_merge, MERGE, tl.where(is_last, LAST, FIRST))
     return tl.where(is_there, task, NOTHING), unit, number
 
 
 @triton.jit
-def tile_of(order):
+def tile_of(order, BY_UNITS: tl.constexpr):
     """The same of a launch of last tasks alone, back to front: what was read last is still in L2."""
-    units = order[0]
+    units, unit_tiles = order[0], order[1]
     index = tl.num_programs(0) - 1 - tl.program_id(0)
-    return index % units, index // units
+    if BY_UNITS:
+        return index // unit_tiles, index % unit_tiles
+    else:
+        return index % units, index // units
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from warpnorm.problem import (
     COLUMN,
     FULL,
     TILES,
+    VECTOR_BYTES,
     BackwardProblem,
     ForwardProblem,
     Operand,
@@ -317,9 +318,25 @@ def column(problem: ForwardProblem | BackwardProblem, device: Device, space: Spa
     plan = _column(problem, device)
     is_apart = problem.has_tasks and not device.is_interpreter and (plan.held == 0 or device.backend == "hip")
     if not is_apart:
-        return plan
+        return replace(plan, together=_together(problem, plan, device))
     is_by_two = space is not None and device.backend == "cuda" and _is_by_two_warps(problem, plan, space)
-    return replace(_by_two_warps(problem, plan) if is_by_two else plan, tasks=FIRST)
+    plan = _by_two_warps(problem, plan) if is_by_two else plan
+    return replace(plan, tasks=FIRST, together=_together(problem, plan, device))
+
+
+def _together(problem: ForwardProblem | BackwardProblem, plan: Plan, device: Device) -> int:
+    """As many columns of a block as a thread has vectors, where memory runs across the lines and blocks are full: that takes
+    half as many registers. GroupNorm + SiLU of 32 x 320 x 64 x 64, channels last, in microseconds, forward and backward: 76
+    and 118, otherwise 78 and 125; InstanceNorm 83 and 119, 87 and 121; but BatchNorm of 64 x 256 x 56 x 56 fp16 82 and 123,
+    81 and 123, and with a residual and ReLU 104 and 174, 103 and 171."""
+    is_corrected = isinstance(problem, ForwardProblem) and problem.has_long_mantissas
+    is_full = problem.cols_divisor % plan.block_cols == 0
+    if problem.norm.rows == CHANNEL or not _is_across(problem) or not is_full or not plan.is_walked:
+        return 1
+    if is_corrected or needs.words(problem) > 1:
+        return 1
+    tile_bytes = plan.block_rows * plan.block_cols * needs.itemsize(problem)
+    return max(1, min(tile_bytes // (plan.warps * device.warp_size * VECTOR_BYTES), plan.block_cols))
 
 
 def _is_by_two_warps(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Space) -> bool:
@@ -347,14 +364,19 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     # Of tall tiles there is much to merge at once: with 256 lines 280 bytes of a thread spill; 2048 took two minutes to
     # compile
     is_little = plan.block_rows <= TALLEST_MERGE
-    is_joint = is_little and plan.chunks == 0 and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
-    plan = replace(plan, tasks=JOINT if is_joint else LAST)
+    # InstanceNorm of 32 x 320 x 64 x 64 bf16, channels last, in microseconds, forward and backward: 74 and 109, otherwise 80
+    # and 113; not measured in fp32, where 8 bytes of a thread would spill on sm_100
+    is_whole = plan.is_walked and _is_across(problem) and not problem.has_pieces and needs.itemsize(problem) <= 2
+    is_joint = is_little and (plan.chunks == 0 or is_whole)
+    is_joint = is_joint and grid.column_parts(plan, space) * space.pieces <= grid.LARGEST_MERGE
+    plan = replace(plan, tasks=JOINT if is_joint else LAST, together=1)
     if isinstance(problem, BackwardProblem) and problem.left_last:  # in as many parts as the others
         return plan
     if (plan.block_rows, plan.block_cols, plan.warps) in NARROW_TILES and _is_across(problem) and plan.chunks == 0:
         rows, cols, warps = WIDE_TILE
         plan = replace(plan, block_rows=rows, block_cols=cols, warps=warps, programs=plan.programs // 2)
-    if is_joint or (plan.chunks > 0 and not (_is_across(problem) and needs.is_quick(problem))):
+    is_long = is_joint and (plan.chunks == 0 or isinstance(problem, ForwardProblem))
+    if is_long or (plan.chunks > 0 and not (_is_across(problem) and needs.is_quick(problem))):
         return plan
     # Short walks. Channels last, in microseconds, in brackets by walks as those of first tasks: BatchNorm of 64 x 256 x 56 x
     # 56 fp32 forward and backward 155 [160] and 241 [245], fp16 83 [84] and 125 [128]; 256 x 64 x 112 x 112 fp32 582 [604]
@@ -367,7 +389,7 @@ def last_tasks(problem: ForwardProblem | BackwardProblem, plan: Plan, space: Spa
     if is_narrow and problem.norm.rows == CHANNEL:
         # BatchNorm of 64 x 256 x 56 x 56 fp16 81.4 and 122.7, with half as many lines 83.4 and 123.7
         block_rows, block_cols = 2 * block_rows, max(block_cols // 2, 1)
-    chunks = max(2, min(64, problem.cols_class) // block_cols)
+    chunks = max(4 if is_joint else 2, min(64, problem.cols_class) // block_cols)
     return replace(
         plan, block_rows=block_rows, block_cols=block_cols, chunks=chunks, stages=2, programs=0, streams=True
     )  # fmt: skip
@@ -408,10 +430,13 @@ def _column(problem: ForwardProblem | BackwardProblem, device: Device) -> Plan:
         # By how many programs the columns of GroupNorm are shared must not depend on the number of samples
         chunks = 0 if problem.norm.rows == CHANNEL else max(1, min(8, cols // block_cols))
         stages = min(4, _walk_depth(loads, block_rows * block_cols, per_unit, device))
+        # GroupNorm of 32 x 320 x 64 x 64, in microseconds, forward and backward: 71 and 107, a tile of each sample after
+        # another 74 and 113; of 64 x 640 x 32 x 32 72 and 107, 77 and 118. A unit of BatchNorm lies beside the others
+        is_by_samples = problem.norm.rows != CHANNEL
         why = "memory runs across the lines"
         return Plan(
             COLUMN_PATTERN, block_rows, block_cols, 4, device.units * per_unit, chunks=chunks, stages=stages,
-            streams=is_tall, why=why,
+            streams=is_tall, by_units=is_by_samples, why=why,
         )  # fmt: skip
     why = "memory runs along the lines"
     if cols <= 4096 // words:

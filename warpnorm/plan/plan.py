@@ -22,6 +22,10 @@ class Plan:
     is too few, each kind of them has a launch of its own. `tasks`: which of them the kernel of pattern `column` has. Without
     the last ones, which then are another kernel's, no program ever has to wait. That kernel may be one whose programs all
     merge what they need themselves.
+    `together`: so many columns of a block, far apart, are merged before they are merged with those of blocks before: those
+    that one thread has (`column`, first tasks).
+    `by_units`: where each task has a launch of its own, tiles are visited one unit after another, not one tile of each: what
+    is close in memory is visited at the same time (`column`).
     `stages`: the depth of the software pipeline of loads.
     `streams`: what is written need not stay in L2, so that what is read twice does.
     `late`: what the epilogue reads of columns is loaded when the statistic is known: fewer registers, but a lone row waits
@@ -51,6 +55,8 @@ class Plan:
     recomputes: bool = False
     keeps: bool = False
     per_unit: int = 0
+    together: int = 1
+    by_units: bool = False
     least: int = 256
     why: str = field(default="", compare=False)
 

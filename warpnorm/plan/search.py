@@ -85,7 +85,10 @@ def _teams(chosen: Plan, device: Device) -> Iterator[Plan]:
 def _columns(chosen: Plan) -> Iterator[Plan]:
     of_stages = STAGES if chosen.is_walked else (chosen.stages,)  # only a walk has a pipeline
     of_ahead = (0.5, 0.75, 1.0, 1.5, 2.0) if chosen.ahead else (1.0,)
-    for rows, warps, times, stages in product((0.5, 1.0, 2.0), (2, 4, 8), of_ahead, of_stages):
+    of_together = dict.fromkeys((chosen.together, 1))
+    for rows, warps, times, stages, together in product((0.5, 1.0, 2.0), (2, 4, 8), of_ahead, of_stages, of_together):
         block_rows = max(1, int(chosen.block_rows * rows))
         ahead = int(chosen.ahead * times)
-        yield replace(chosen, block_rows=block_rows, warps=warps, ahead=ahead, stages=stages, why="tried")
+        yield replace(
+            chosen, block_rows=block_rows, warps=warps, ahead=ahead, stages=stages, together=together, why="tried"
+        )

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import pipeline, settings
+from warpnorm import routing, settings
 from warpnorm.errors import InputError, InputTypeError
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -223,7 +223,7 @@ def may_write(
 def apart(running: torch.Tensor | None) -> torch.Tensor | None:
     """A running statistic as PyTorch's operator should have it in training: it saves it, though backward does not read it,
     and a later call of ours averages into it, which autograd would take for a mistake."""
-    is_plain = isinstance(running, torch.Tensor) and not running.requires_grad and not pipeline.is_seen_through(())
+    is_plain = isinstance(running, torch.Tensor) and not running.requires_grad and not routing.is_seen_through(())
     return running.data if running is not None and is_plain else running
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Proxy
 
-from warpnorm import functional, packed, parallel, pipeline
+from warpnorm import functional, packed, parallel, routing
 from warpnorm.errors import InputError, InputTypeError
 from warpnorm.functional import REFUSALS
 from warpnorm.fuse import fuse, is_watched
@@ -145,7 +145,7 @@ def _check_beside(
     for what, value in (("input", x), *others.items()):
         if not isinstance(value, torch.Tensor) and (value is x or not isinstance(value, numbers)):
             raise InputTypeError(f"{name}: {what} must be a tensor, but is a {type(value).__name__}") from None
-    if pipeline.is_seen_through((x, *others.values())):
+    if routing.is_seen_through((x, *others.values())):
         return
     for what, other in others.items():
         if not isinstance(other, torch.Tensor) or (other.shape == x.shape and other.device == x.device):
@@ -312,7 +312,7 @@ class QKNorm(torch.nn.Module):
             (count, x.shape[-2] - count), -2
         )  # unlike those of slices, their gradients are put together once
         normalized = self._normalize(both, *others)
-        if pipeline.is_left_alone((x,)):  # vmap has no rule for the other
+        if routing.is_left_alone((x,)):  # vmap has no rule for the other
             return *normalized.split((self.q_heads, self.k_heads), -2), v
         q, k = torch.unsafe_split_with_sizes(normalized, (self.q_heads, self.k_heads), -2)  # either may be written into
         return q, k, v
@@ -320,12 +320,12 @@ class QKNorm(torch.nn.Module):
     def _is_query(self, device: torch.device) -> torch.Tensor:
         """(heads, 1): no buffer, which `to_empty` would empty, and nothing of the module's, which may move elsewhere."""
         key = self.q_heads, self.k_heads, device
-        found = None if pipeline.is_seen_through(()) else _queries.get(key)
+        found = None if routing.is_seen_through(()) else _queries.get(key)
         if found is None:
             with torch.inference_mode(False):  # kept, and then read where there are gradients
                 found = torch.arange(self.q_heads + self.k_heads, device=device)[:, None] < self.q_heads
             is_of_graph = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            if not is_of_graph and not pipeline.is_seen_through((found,)):
+            if not is_of_graph and not routing.is_seen_through((found,)):
                 _queries[key] = found
         return found
 

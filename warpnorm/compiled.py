@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from warpnorm import functional, library, pipeline, settings
+from warpnorm import functional, library, pipeline, routing, settings
 from warpnorm.errors import WarpnormError
 from warpnorm.functional import HANDLERS
 from warpnorm.launch import call_text
@@ -211,11 +211,11 @@ def run(function: Callable[..., Any], given: tuple[Any, ...], kwargs: dict[str, 
         norm = NORMS[name]
         shape = next(r.shape for r, o in zip(results, outputs, strict=True) if o is not None)
         tensors = [writer.tensors[place] for place in writer.leaves]
-        is_large = pipeline.is_large(norm, shape, prod(shape[len(shape) - col_dims :]))
+        is_large = routing.is_large(norm, shape, prod(shape[len(shape) - col_dims :]))
         lead = next(t for t in tensors if t.ndim > 0)
         if any(library.is_sharded(t) for t in tensors):
             operands = [] if effect is not None else _operands_on_shards(writer, inputs, shape, text)
-        elif pipeline.route(lead, *tensors, is_large=is_large) != "reference":
+        elif routing.route(lead, *tensors, is_large=is_large) != "reference":
             operands = [_seen(writer, entry, shape) for entry in inputs]
         else:
             operands = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import folder, functional, pipeline, settings
+from warpnorm import folder, functional, pipeline, routing, settings
 from warpnorm.codegen import pointwise
 from warpnorm.errors import InputError
 from warpnorm.fuse import NOTHING, Fused, Prepared, arrange, fuse, is_large_call, leader
@@ -22,6 +22,7 @@ from warpnorm.plan import choose, grid, totals
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN, HELD, LONG_ROW, ROW, Plan
+from warpnorm.plan.tiles import last_tasks
 from warpnorm.problem import NUMBER, TILES, BackwardProblem, Call, ForwardProblem, Operand, View, operand_name
 from warpnorm.space import Space
 from warpnorm.trace import at_hand
@@ -212,8 +213,8 @@ def _explanation(
         if backward is not None:
             problem_of, _ = pipeline.backward_problem(of_call, (*kept, *grads), given, wanted, is_native=True)
             backward = replace(backward, native=pipeline.native_text(problem_of))
-        if not call.norm.is_by_channel and space.cols <= pipeline.SMALL_COMPILED_ROW:
-            route += f"; under torch.compile, up to {pipeline.SMALL_COMPILED_ROW} columns, as plain PyTorch"
+        if not call.norm.is_by_channel and space.cols <= routing.SMALL_COMPILED_ROW:
+            route += f"; under torch.compile, up to {routing.SMALL_COMPILED_ROW} columns, as plain PyTorch"
     if prepared.captured.ranks:
         route += (
             f", in three steps: ranks of the process group {prepared.captured.ranks} share its rows, so its statistics are "
@@ -261,9 +262,9 @@ def _route(
     if is_large and alone:
         input = max((o for o in alone if isinstance(o, torch.Tensor)), key=torch.Tensor.numel)
         norm = GROUP_NORM if call.norm == TRACKED_NORM else call.norm
-        is_large = pipeline.is_large_input(norm, input, prod(input.shape[max(input.ndim - call.col_dims, 0) :]))
+        is_large = routing.is_large_input(norm, input, prod(input.shape[max(input.ndim - call.col_dims, 0) :]))
         is_small = "its operator is as quick where this norm stands alone"
-    route = pipeline.route(leader(tensors), *tensors, is_large=is_large)
+    route = routing.route(leader(tensors), *tensors, is_large=is_large)
     if route == "kernels":
         return "by the kernels below"
     if route == "native":
@@ -271,10 +272,10 @@ def _route(
     if settings.current().route == "reference":
         return "as plain PyTorch, because the setting WARPNORM_ROUTE is reference"
     why = "its tensors have no elements" if leader(tensors).numel() == 0 else f"its tensors are on {device}"
-    if device.type == "cuda" and not pipeline.has_triton():
-        why = pipeline.why_no_triton()
+    if device.type == "cuda" and not routing.has_triton():
+        why = routing.why_no_triton()
     if device.type == "cpu" and leader(tensors).numel() > 0:
-        why = pipeline.why_no_compiler() if is_large and not pipeline.has_compiler() else is_small
+        why = routing.why_no_compiler() if is_large and not routing.has_compiler() else is_small
     return f"as plain PyTorch, because {why}"
 
 
@@ -289,7 +290,7 @@ def _forward(
     listings: dict[str, Any] = {}
     name = f"{plan.pattern}_forward_kernel"
     launches: tuple[tuple[str, tuple[int, ...]], ...] = ((name, grid.forward(plan, space)),)
-    last = choose.last_tasks(problem, plan, space)
+    last = last_tasks(problem, plan, space)
     if plan.pattern == COLUMN:
         launches = tuple(_tasks(name, grid.column(plan, last, space, problem.has_tasks), last))
     if asm:
@@ -316,7 +317,7 @@ def _backward(
     has_sums = plan.pattern in (LONG_ROW, COLUMN) and problem.needs_grad_xhat and problem.norm.is_computed
     times = 2 if has_sums else 1
     statistics = len(problem.norm.saved) * space.statistics * problem.compute.itemsize * (1 + 2 * has_sums)
-    last = choose.last_tasks(problem, plan, space)
+    last = last_tasks(problem, plan, space)
     left = grid.left(plan, problem) if plan.pattern in (COLUMN, HELD) else problem.reduced
     sums = [grid.gradient_sum(plan, space, problem, i) for i in left]
     partials = 2 * sum(s.numel for s in sums) * problem.compute.itemsize

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
-from warpnorm import arguments, library, pipeline, reference, repeat, repeat_channels, settings
+from warpnorm import arguments, library, pipeline, reference, repeat, repeat_channels, routing, settings
 from warpnorm.library import is_sharded
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
 from warpnorm.problem import FULL, Axes, Call, Running, compute_dtype
@@ -76,8 +76,8 @@ def layer_norm(
     if out is not None:
         arguments.check_out(name, out, input, (weight, bias))
     dtype = arguments.output_dtype(name, input) if out is None else input.dtype
-    is_large = pipeline.is_large_input(LAYER_NORM, input, prod(shape))
-    if pipeline.route(input, weight, bias, is_large=is_large) != "reference":
+    is_large = routing.is_large_input(LAYER_NORM, input, prod(shape))
+    if routing.route(input, weight, bias, is_large=is_large) != "reference":
         results = repeat.first(LAYER_NORM, input, shape, weight, bias, eps, weight_offset, dtype, out, seen)
     else:
         results = reference.layer_norm(input.to(dtype), shape, weight, bias, eps, weight_offset)
@@ -139,8 +139,8 @@ def rms_norm(
     if out is not None:
         arguments.check_out(name, out, input, (weight,))
     dtype = arguments.output_dtype(name, input) if out is None else input.dtype
-    is_large = pipeline.is_large_input(RMS_NORM, input, prod(shape))
-    if pipeline.route(input, weight, is_large=is_large) != "reference":
+    is_large = routing.is_large_input(RMS_NORM, input, prod(shape))
+    if routing.route(input, weight, is_large=is_large) != "reference":
         results = repeat.first(RMS_NORM, input, shape, weight, None, eps, weight_offset, dtype, out, seen)
         return results if return_stats else results[0]
     output = reference.rms_norm(input.to(dtype), shape, weight, eps, weight_offset)
@@ -359,7 +359,7 @@ def _takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: No
     operator refuses is checked after all."""
     if torch.compiler.is_compiling() or not isinstance(input, torch.Tensor):
         return False  # a compiler would not see the refusal
-    if not pipeline.is_strided(input):  # nobody else can read it
+    if not routing.is_strided(input):  # nobody else can read it
         return True
     if not input.is_cpu:
         return False
@@ -368,15 +368,15 @@ def _takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: No
         return route == "reference"
     try:
         cols = normalized_shape if isinstance(normalized_shape, int) else prod(normalized_shape or ())
-        return not (pipeline.is_large_input(norm, input, cols) and pipeline.has_compiler())
+        return not (routing.is_large_input(norm, input, cols) and routing.has_compiler())
     except (TypeError, ValueError, IndexError):
         return False
 
 
 def takes_kernels(norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None, cols: int = 0) -> bool:
     """Whether kernels or native code run a norm alone; `cols` are those of a norm over rows."""
-    is_large = input.numel() > 0 and pipeline.is_large_input(norm, input, cols)
-    return pipeline.route(input, *tensors, is_large=is_large) != "reference" and input.numel() > 0
+    is_large = input.numel() > 0 and routing.is_large_input(norm, input, cols)
+    return routing.route(input, *tensors, is_large=is_large) != "reference" and input.numel() > 0
 
 
 def _check_tensors(

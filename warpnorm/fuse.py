@@ -16,7 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
-from warpnorm import compiled, functional, pipeline, reference, repeat, repeat_fused
+from warpnorm import compiled, functional, pipeline, reference, repeat, repeat_fused, routing
 from warpnorm.errors import FusionError, InputError, InputTypeError
 from warpnorm.launch.call_text import NORMS
 from warpnorm.library import is_sharded
@@ -104,15 +104,15 @@ class Fused:
     def run(self, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         """One call; `owner` is the object whose method this is."""
         given = args if owner is NOTHING else (owner, *args)
-        if pipeline.is_traced(()):
+        if routing.is_traced(()):
             return compiled.run(self.__wrapped__, given, kwargs)
-        if pipeline.is_seen_through(()) or is_watched():
+        if routing.is_seen_through(()) or is_watched():
             return self.__wrapped__(*given, **kwargs)
         proxy = symbolic.proxy_in(args, kwargs)
         if proxy is not None:
             return self._symbolic(proxy, owner, args, kwargs)
         request = self.request(owner, args, kwargs)
-        if pipeline.is_seen_through(request.tensors):
+        if routing.is_seen_through(request.tensors):
             if any(map(is_sharded, request.tensors)):
                 return self._on_shards(request)
             return self.__wrapped__(*given, **kwargs)
@@ -126,7 +126,7 @@ class Fused:
                         apply_effect(effect, prepared.captured.call, (), request.tensors)
                 return found
         is_large = is_large_call(prepared.captured.call, request.tensors)
-        route = pipeline.route(leader(request.tensors), *request.tensors, is_large=is_large)
+        route = routing.route(leader(request.tensors), *request.tensors, is_large=is_large)
         if route == "reference":
             return self.__wrapped__(*given, **kwargs)
         call, operands = arrange(prepared, request.tensors)
@@ -172,7 +172,7 @@ class Fused:
             return self.__wrapped__(*request.args, **request.kwargs)
         call, operands = arrange(here.prepared, here.operands)
         is_large = is_large_call(call, here.operands)
-        route = pipeline.route(leader(here.operands), *here.operands, is_large=is_large)
+        route = routing.route(leader(here.operands), *here.operands, is_large=is_large)
         takes = route == "kernels" or (route == "native" and pipeline.takes(call, operands))
         if here.group is not None:
             outputs = self._shared(prepared, call, operands, here.tensors, here.group, takes)
@@ -442,7 +442,7 @@ def _order(captured: fusion.Captured) -> tuple[int, ...] | None:
 def _key(arg: Any, tensors: list[torch.Tensor]) -> Any:
     """Of an argument: a tensor is the place where it stands in `tensors`, and is added if it is not there."""
     kind = type(arg)
-    if kind in pipeline.PLAIN_TYPES or issubclass(kind, torch.Tensor):
+    if kind in routing.PLAIN_TYPES or issubclass(kind, torch.Tensor):
         return environment.place_of(arg, tensors)
     return environment.snapshot(arg, tensors)
 
@@ -457,7 +457,7 @@ def _autocast(tensors: Sequence[torch.Tensor]) -> Any:
 def is_large_call(call: Call, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether native code is worth a call, by the largest of its tensors."""
     shape = max(tensors, key=torch.Tensor.numel).shape
-    return pipeline.is_large(call.norm, shape, prod(shape[max(len(shape) - call.col_dims, 0) :]))
+    return routing.is_large(call.norm, shape, prod(shape[max(len(shape) - call.col_dims, 0) :]))
 
 
 def _fixed_sizes(tensor: torch.Tensor) -> tuple[int, ...]:

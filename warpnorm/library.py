@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import absorb, pipeline, settings
+from warpnorm import absorb, pipeline, routing, settings
 from warpnorm.errors import InputError
 from warpnorm.launch import call_text
 from warpnorm.launch.autograd import composite_gradients, second_gradients, without_gradient
@@ -46,7 +46,7 @@ def _noticing(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 def is_sharded(input: Any) -> bool:
     """Whether this is a DTensor, which others hold parts of."""
-    return type(input) not in pipeline.PLAIN_TYPES and type(input).__name__ == "DTensor"
+    return type(input) not in routing.PLAIN_TYPES and type(input).__name__ == "DTensor"
 
 
 _library = _Operators("warpnorm", "FRAGMENT")
@@ -73,7 +73,7 @@ class Again:
     def forward(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> list[torch.Tensor]:
         operands = with_numbers(self.call, tensors, numbers) if numbers else tensors
         outputs = pipeline.empty_outputs(self.call, operands, self.shape, self.device)
-        how = {} if pipeline.is_native(self.device) else {"is_apart": True}
+        how = {} if routing.is_native(self.device) else {"is_apart": True}
         return [*outputs, *(row.view(self.row_shape) for row in self.launch(operands, outputs, None, **how))]
 
     def backward(
@@ -97,7 +97,7 @@ _seen: dict[Any, Again] = {}
 def _key(text: str, tensors: Sequence[torch.Tensor], *more: Any) -> Any:
     """All that decides about a call, but for settings; nothing where something else sees it, or no memory holds what the
     tensors say."""
-    if pipeline.is_seen_through(tensors) or any(t.is_neg() or t.numel() == 0 for t in tensors):
+    if routing.is_seen_through(tensors) or any(t.is_neg() or t.numel() == 0 for t in tensors):
         return None
     return text, tensors[0].device, more, *map(View.of, tensors)
 
@@ -371,7 +371,7 @@ def _is_run(call: Call, operands: Sequence[torch.Tensor | float]) -> bool:
     tensors = [operand for operand in operands if isinstance(operand, torch.Tensor)]
     if any(tensor.numel() == 0 for tensor in tensors):
         return False
-    found = pipeline.route(tensors[0], *tensors)
+    found = routing.route(tensors[0], *tensors)
     return found == "kernels" or (found == "native" and pipeline.takes(call, operands))
 
 

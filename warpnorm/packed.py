@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import pipeline, settings
+from warpnorm import pipeline, routing, settings
 from warpnorm.fuse import Fused, arrange, is_large_call
 from warpnorm.launch.autograd import are_batched, as_input, is_differentiated
 from warpnorm.norms import RMS_NORM
@@ -32,7 +32,7 @@ def normalize(
     """(*parts, the rest of x), where x has a gradient and kernels or native code run; `fused` is called with the parts that
     have a norm as one tensor, and `others`."""
     tensors = (x, *weights)
-    if not (torch.is_grad_enabled() and x.requires_grad and any(sizes)) or pipeline.is_seen_through(tensors):
+    if not (torch.is_grad_enabled() and x.requires_grad and any(sizes)) or routing.is_seen_through(tensors):
         return None
     if not _are_plain(x, weights) or any(t.is_neg() for t in tensors):
         return None
@@ -64,7 +64,7 @@ def _look(
     """At a call that was not seen before; `given` are the arguments of `fused`."""
     request = fused.request(owner, given, {})
     prepared = fused.prepare(request)
-    route = pipeline.route(given[0], *weights, is_large=is_large_call(prepared.captured.call, request.tensors))
+    route = routing.route(given[0], *weights, is_large=is_large_call(prepared.captured.call, request.tensors))
     known = (*given, *weights)
     order = [next((k for k, t in enumerate(known) if t is tensor), None) for tensor in request.tensors]
     if None in order:  # a weight that is computed anew each time it is read
@@ -144,7 +144,7 @@ class PackedNorm(torch.autograd.Function):
         if is_differentiated() or are_batched(grads):
             return None, None, *_by_definition(seen.call.eps, seen.sizes, (x, *weights), grads, needed)
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if pipeline.is_native(x.device):
+        if routing.is_native(x.device):
             pipeline.reuse_memory((grad_x,))
         rstd = rstd.view(-1, sum(seen.sizes))
         found: list[torch.Tensor | None] = []

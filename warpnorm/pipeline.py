@@ -2,30 +2,22 @@
 
     functional / nn / fuse  ->  trace.capture  ->  space.describe  ->  plan.choose  ->  codegen.bind  ->  launch
 
-`route` decides between the kernels, native code and PyTorch's own operators. `prepare_forward` and `prepare_backward`
-walk that line once for each exact layout of the tensors; what they return is cached, and only launches. Underneath, kernels
-are compiled once for each problem, and a problem knows no row count."""
+`routing.py` decided before that the kernels or native code run, not PyTorch's own operators. `prepare_forward` and
+`prepare_backward` walk that line once for each exact layout of the tensors; what they return is cached, and only launches.
+Underneath, kernels are compiled once for each problem, and a problem knows no row count."""
 
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache, lru_cache
-from importlib.util import find_spec
-from math import prod
-from pathlib import Path
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.autograd import forward_ad
 
-from warpnorm import settings, version
+from warpnorm import routing, version
 from warpnorm.errors import UnavailableError
 from warpnorm.launch.autograd import Normalization
-from warpnorm.norms import BATCH_NORM, GROUP_NORM, Norm
-from warpnorm.plan import choose, grid, totals
+from warpnorm.plan import choose, grid, tiles, totals
 from warpnorm.plan import device as devices
 from warpnorm.plan.plan import COLUMN, HELD, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
@@ -42,191 +34,6 @@ if TYPE_CHECKING:  # what imports Triton, which need not be there, is imported w
     from warpnorm.launch.held import HeldBackwardLaunch, HeldForwardLaunch
 
 Tensors = Sequence[torch.Tensor | float]
-# Elements of a row, of a sample, and of a batch that is one row, up to which PyTorch's own operators are quicker on a CPU
-# than a call of ours. Not of all rows: a row's bits do not depend on its neighbours. rms_norm of 1 x 64 takes 13 us,
-# PyTorch's 11, of 64 x 1024 21 and 30; silu(x) * r -> layer_norm of 1 x 512 18 and 8, of 64 x 512 49 and 156
-SMALL_ROW = 63
-SMALL_LONE_ROW = 1024  # of a layer_norm alone
-# Under a compiler, which writes its own code for PyTorch's operators and what is around them, where a call of ours is one of
-# Python. Add and rms_norm of 1024 rows, both directions, in microseconds of one thread, ours and the compiler's: 1296 and
-# 784 of 128 columns, 2468 and 2143 of 512, 3689 and 4753 of 1024
-SMALL_COMPILED_ROW = 512
-SMALL_SAMPLE = 1 << 14
-SMALL_BATCH = 1 << 16
-LONE_SAMPLE = 1 << 18  # of a norm alone
-PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
-TRACED_TYPES = (*PLAIN_TYPES, FakeTensor, FunctionalTensor)
-
-
-def route(input: torch.Tensor, *parameters: torch.Tensor | float | None, is_large: bool = True) -> str:
-    """`kernels`, `native` or `reference`: the one place that decides. `is_large`: native code is worth a call."""
-    if torch.compiler.is_compiling():
-        settings.prepare()
-    forced = settings.current().route
-    if forced == "kernels":
-        if not has_triton():
-            raise UnavailableError(f"the kernels need Triton to run: {why_no_triton()}; or set WARPNORM_ROUTE=auto")
-        if not (input.is_cuda or settings.is_interpreting()):
-            raise UnavailableError(
-                f"the kernels need a GPU, but input is on {input.device}; or set WARPNORM_ROUTE=auto"
-            )
-    if forced == "native":
-        if not has_compiler():
-            raise UnavailableError(f"native code needs a compiler: {why_no_compiler()}; or set WARPNORM_ROUTE=auto")
-        return (
-            "native" if input.is_cpu and input.numel() > 0 and not is_left_alone((input, *parameters)) else "reference"
-        )
-    if forced != "auto":
-        return forced
-    if input.is_cpu and not input.is_cuda:
-        if not is_large or input.numel() == 0 or settings.is_interpreting():
-            return "reference"
-        return "native" if not is_left_alone((input, *parameters)) and has_compiler() else "reference"
-    if not input.is_cuda or input.numel() == 0 or not has_triton() or settings.is_interpreting():
-        return "reference"
-    return "reference" if is_left_alone((input, *parameters)) else "kernels"
-
-
-def is_large(norm: Norm, shape: Sequence[int], cols: int) -> bool:
-    """Whether native code is worth a call, by what decides about a row: its columns, the samples of a batch, a sample."""
-    if not norm.is_by_channel:
-        return cols > _small_row()
-    numel = prod(shape)
-    return numel > SMALL_BATCH if norm == BATCH_NORM else numel > SMALL_SAMPLE * max(shape[0], 1)
-
-
-def is_large_input(norm: Norm, input: torch.Tensor, cols: int = 0) -> bool:
-    """The same of a norm alone, where PyTorch's own operator is as quick in some cases: layer_norm of float16; by running
-    statistics; images whose channels lie side by side, but in batches; batches of 16 bits where they do not; small
-    groups."""
-    if not norm.is_by_channel:
-        return cols > smallest_row(norm) and not (norm.is_centered and input.dtype == torch.float16)
-    if norm == BATCH_NORM:
-        is_quicker = input.dtype.itemsize > 2 or (input.dtype == torch.bfloat16 and not input.is_contiguous())
-        return input.ndim > 2 and is_quicker and is_large(norm, input.shape, cols)
-    return norm == GROUP_NORM and input.is_contiguous() and input.numel() > LONE_SAMPLE * input.shape[0]
-
-
-def smallest_row(norm: Norm) -> int:
-    """Columns up to which PyTorch's operator is as quick as a norm over rows alone."""
-    return SMALL_LONE_ROW if norm.is_centered else _small_row()
-
-
-def _small_row() -> int:
-    """An exported program may be run by anything."""
-    is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    return SMALL_COMPILED_ROW if is_compiled else SMALL_ROW
-
-
-@settings.constant
-def has_compiler() -> bool:
-    from warpnorm.cpu import build
-
-    return build.is_there()
-
-
-def why_no_compiler() -> str:
-    from warpnorm.cpu import build
-
-    return build.why_not()
-
-
-def takes(call: Call, operands: Tensors) -> bool:
-    """Whether there is native code for a call; kernels take every call."""
-    if not is_native(device_of(operands)):
-        return True
-    operands = [in_memory(operand) for operand in operands]
-    return takes_views(call, tuple(View.of(operand) for operand in operands), operands)
-
-
-def takes_views(call: Call, views: tuple[View, ...], operands: Tensors) -> bool:
-    """The same of tensors without memory."""
-    shape = shape_of(views)
-    outputs = (empty_output(call, operands, shape, d, torch.device("meta")) for d in call.outputs)
-    return _takes(call, (*views, *(View(tuple(o.shape), o.stride(), o.dtype, True) for o in outputs)))
-
-
-@lru_cache(maxsize=4096)
-def _takes(call: Call, views: tuple[View, ...]) -> bool:
-    from warpnorm.cpu.writer import can_write
-
-    return can_write(forward_problem(call, views, is_native=True)[0])
-
-
-def refusal(call: Call, views: tuple[View, ...]) -> str:
-    """Why the compiler does not build a call, if it does not; `views` are those of the operands, then of the outputs."""
-    if not _takes(call, views):
-        return "there is no C for one of its dtypes"
-    return getattr(prepare_forward(call, views, torch.device("cpu"), None), "why", "")
-
-
-def native_text(problem: ForwardProblem | BackwardProblem) -> str:
-    """The C that runs a problem on a CPU."""
-    from warpnorm.cpu import run
-
-    return run.text_of(problem)
-
-
-def is_seen_through(tensors: Sequence[torch.Tensor | float | None]) -> bool:
-    """Whether something traces or transforms the call, which sees PyTorch's operators only: compilers, `torch.func`,
-    forward-mode gradients, dispatch modes, subclasses and layouts that may have no memory of their own."""
-    return (
-        torch.compiler.is_compiling()
-        or torch.jit.is_tracing()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or forward_ad._current_level >= 0
-        or any(isinstance(t, torch.Tensor) and (type(t) not in PLAIN_TYPES or not is_strided(t)) for t in tensors)
-    )
-
-
-def is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def is_traced(tensors: Sequence[torch.Tensor | float | None]) -> bool:
-    """Whether a compiler or an export sees the call, and nothing else does: then it may become one operator of
-    `library.py`."""
-    return (
-        torch.compiler.is_compiling()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and all(type(t) in TRACED_TYPES or not isinstance(t, torch.Tensor) for t in tensors)
-    )
-
-
-def is_left_alone(tensors: Sequence[torch.Tensor | float | None]) -> bool:
-    """Whether what sees the call has to see PyTorch's own operators."""
-    return is_seen_through(tensors) and not is_traced(tensors)
-
-
-@settings.constant
-def has_triton() -> bool:
-    return not why_no_triton()
-
-
-@cache
-def why_no_triton() -> str:
-    """Why no kernel can be compiled, if so. Its version is read, not imported, which would take as long as a call."""
-    spec = find_spec("triton") if sys.platform == "linux" else None
-    if spec is None or spec.origin is None:
-        return "Triton is not installed"
-    found = re.search(r"""^__version__ = ['"](.*)['"]""", Path(spec.origin).read_text(), re.MULTILINE)
-    if found and version.numbers(found[1]) < version.TRITON:
-        return f"they need Triton {version.spelled(version.TRITON)} or later, but {found[1]} is installed"
-    return ""
-
-
-def binder() -> Any:
-    """`codegen.bind`, which imports Triton."""
-    try:
-        from warpnorm.codegen import bind
-    except ImportError as error:
-        raise UnavailableError(
-            f"the installed Triton is not one that the kernels are written for: {error}; install "
-            f"{version.spelled(version.KNOWN_TRITON)}, or set WARPNORM_ROUTE=reference"
-        ) from error
-    return bind
 
 
 def normalize(
@@ -263,7 +70,9 @@ def forward(
     averaged = () if running is None else (running.mean.dtype, running.variance.dtype)
     of_outputs = tuple(map(View.of, outputs))
     launch: Any = prepare_forward(call, (*views, *of_outputs), device, plan, averaged)
-    how = {"is_apart": True} if are_apart and not is_native(device) else {}  # native code never has them together
+    how = (
+        {"is_apart": True} if are_apart and not routing.is_native(device) else {}
+    )  # native code never has them together
     try:
         statistics = launch(operands, outputs, running, **how)
     except RuntimeError as error:
@@ -310,6 +119,125 @@ def backward(
     return found | {twin: found[i] for twin, i in same.items()}
 
 
+@lru_cache(maxsize=4096)
+def prepare_forward(
+    call: Call,
+    views: tuple[View, ...],
+    device: torch.device,
+    plan: Plan | None,
+    running: tuple[torch.dtype, ...] = (),
+) -> "ForwardLaunch | ColumnForwardLaunch | HeldForwardLaunch | NativeForward | AcrossForward | FallbackForward":
+    problem, space = forward_problem(call, views, routing.is_native(device))
+    problem = replace(problem, running=running)
+    if routing.is_native(device):
+        from warpnorm.cpu import build, fallback, run
+
+        try:
+            return run.prepare_forward(problem, space, call.eps)
+        except (build.CompilerError, OSError) as error:
+            return fallback.FallbackForward(call, str(error))
+    bind = binder()
+    from warpnorm.launch.forward import ForwardLaunch
+
+    target = devices.of(device)
+    plan = plan or choose.forward(problem, target, space)
+    kernel = bind.forward(problem, plan, target, device.index)
+    if plan.pattern == HELD:
+        from warpnorm.launch.held import HeldForwardLaunch
+
+        return HeldForwardLaunch(problem, plan, space, kernel, call.eps)
+    if plan.pattern == COLUMN:
+        from warpnorm.launch.column import ColumnForwardLaunch
+
+        last = tiles.last_tasks(problem, plan, space)
+        last_kernel = bind.forward(problem, last, target, device.index) if last else None
+        return ColumnForwardLaunch(problem, plan, space, kernel, call.eps, last, last_kernel)
+    return ForwardLaunch(problem, plan, space, kernel, call.eps)
+
+
+@lru_cache(maxsize=4096)
+def prepare_backward(
+    call: Call,
+    views: tuple[View, ...],
+    device: torch.device,
+    given: tuple[int, ...],
+    wanted: tuple[int, ...],
+    plan: Plan | None,
+    into: tuple[tuple[int, View], ...] = (),
+) -> "BackwardLaunch | ColumnBackwardLaunch | HeldBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
+    problem, space = backward_problem(call, views, given, wanted, routing.is_native(device), into)
+    if routing.is_native(device):
+        from warpnorm.cpu import build, fallback, run
+
+        try:
+            return run.prepare_backward(problem, space)
+        except (build.CompilerError, OSError) as error:
+            return fallback.FallbackBackward(call, problem, str(error))
+    bind = binder()
+    from warpnorm.launch.backward import BackwardLaunch
+
+    target = devices.of(device)
+    plan = plan or choose.backward(problem, target, space)
+    kernel = bind.backward(problem, plan, target, device.index)
+    if plan.pattern in (COLUMN, HELD):
+        from warpnorm.launch.column import ColumnBackwardLaunch
+        from warpnorm.launch.held import HeldBackwardLaunch
+
+        sum_plan = totals.line(problem, target)
+        column_sums = []
+        for plan_of, is_tall in ((sum_plan, False), (totals.tall(problem, target), True)):
+            left = grid.left(plan, problem)
+            which = tuple(i for i in left if (grid.gradient_sum(plan, space, problem, i).width == 1) == is_tall)
+            if which:
+                column_sums.append((bind.gradient_sums(problem, which, plan_of, target, device.index), plan_of, which))
+        if plan.pattern == HELD:
+            return HeldBackwardLaunch(problem, plan, space, kernel, tuple(column_sums))
+        last = tiles.last_tasks(problem, plan, space)
+        last_kernel = bind.backward(problem, last, target, device.index) if last else None
+        return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)
+    sums = bind.backward_sums(problem, plan, target, device.index)
+    sum_plan = totals.column(problem, plan, target)
+    column_sum = bind.column_sum(problem, sum_plan, target, device.index)
+    return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)
+
+
+def forward_problem(call: Call, views: Sequence[View], is_native: bool = False) -> tuple[ForwardProblem, Space]:
+    """`views` are those of the operands, then of the outputs."""
+    dtypes, compute = inside(call, views)
+    prologue, epilogue = capture.forward_graphs(call.prologue, call.epilogue, dtypes, compute)
+    return describe_forward(call, views, (prologue, rounded_once(epilogue, call.outputs, compute)), is_native)
+
+
+def backward_problem(
+    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...], is_native: bool = False,
+    into: Sequence[tuple[int, View]] = (),
+) -> tuple[BackwardProblem, Space]:  # fmt: skip
+    """`views` are those of the operands, then of the outputs' gradients in `given`; `into` those of some operands'."""
+    operands, dtypes = views[: len(call.axes)], inside(call, views)
+    gradients = at_hand.gradients(call, *dtypes, given, wanted)
+    graphs = differentiate.backward_graphs(call.prologue, call.epilogue, *dtypes, gradients)
+    written = (dict(into).get(i) or fresh(operands[i], call.norm) for i in gradients.wanted)
+    return describe_backward(call, (*views, *written), gradients, graphs, is_native)
+
+
+def inside(call: Call, views: Sequence[View]) -> tuple[tuple[torch.dtype, ...], torch.dtype]:
+    """The dtypes of the operands inside a kernel, and that of computation."""
+    compute = compute_dtype([call.compute, *(view.dtype for view in views)])
+    return capture.probe_dtypes([view.dtype for view in views[: len(call.axes)]], compute), compute
+
+
+def binder() -> Any:
+    """`codegen.bind`, which imports Triton."""
+    try:
+        from warpnorm.codegen import bind
+    except ImportError as error:
+        raise UnavailableError(
+            f"the installed Triton is not one that the kernels are written for: {error}; install "
+            f"{version.spelled(version.KNOWN_TRITON)}, or set WARPNORM_ROUTE=reference"
+        ) from error
+    return bind
+
+
 def refuses_teams(error: RuntimeError, device: torch.device) -> bool:
     """Whether a launch failed since not all of its programs can run at the same time: on a device that cannot, or that is
     shared. Nothing was computed. From then on it gets other plans, of which `explain` tells."""
@@ -354,7 +282,7 @@ def empty_outputs(
     call: Call, operands: Tensors, shape: Sequence[int], device: torch.device
 ) -> tuple[torch.Tensor, ...]:
     outputs = tuple([empty_output(call, operands, shape, dtype, device) for dtype in call.outputs])
-    if is_native(device):
+    if routing.is_native(device):
         reuse_memory(outputs)
     return outputs
 
@@ -364,7 +292,7 @@ def empty_gradients(
 ) -> tuple[torch.Tensor, ...]:
     empty = torch.empty_like if call.norm.is_by_channel else _empty_contiguous
     gradients = tuple([empty(o, dtype=d) for o, d in zip(operands, dtypes, strict=True)])
-    if gradients and is_native(gradients[0].device):
+    if gradients and routing.is_native(gradients[0].device):
         reuse_memory(gradients)
     return gradients
 
@@ -389,112 +317,37 @@ def device_of(operands: Tensors) -> torch.device:
     return next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
 
 
-def is_native(device: torch.device) -> bool:
-    return device.type == "cpu" and not settings.is_interpreting()
+def takes(call: Call, operands: Tensors) -> bool:
+    """Whether there is native code for a call; kernels take every call."""
+    if not routing.is_native(device_of(operands)):
+        return True
+    operands = [in_memory(operand) for operand in operands]
+    return takes_views(call, tuple(View.of(operand) for operand in operands), operands)
+
+
+def takes_views(call: Call, views: tuple[View, ...], operands: Tensors) -> bool:
+    """The same of tensors without memory."""
+    shape = shape_of(views)
+    outputs = (empty_output(call, operands, shape, d, torch.device("meta")) for d in call.outputs)
+    return _takes(call, (*views, *(View(tuple(o.shape), o.stride(), o.dtype, True) for o in outputs)))
 
 
 @lru_cache(maxsize=4096)
-def prepare_forward(
-    call: Call,
-    views: tuple[View, ...],
-    device: torch.device,
-    plan: Plan | None,
-    running: tuple[torch.dtype, ...] = (),
-) -> "ForwardLaunch | ColumnForwardLaunch | HeldForwardLaunch | NativeForward | AcrossForward | FallbackForward":
-    problem, space = forward_problem(call, views, is_native(device))
-    problem = replace(problem, running=running)
-    if is_native(device):
-        from warpnorm.cpu import build, fallback, run
+def _takes(call: Call, views: tuple[View, ...]) -> bool:
+    from warpnorm.cpu.writer import can_write
 
-        try:
-            return run.prepare_forward(problem, space, call.eps)
-        except (build.CompilerError, OSError) as error:
-            return fallback.FallbackForward(call, str(error))
-    bind = binder()
-    from warpnorm.launch.forward import ForwardLaunch
-
-    target = devices.of(device)
-    plan = plan or choose.forward(problem, target, space)
-    kernel = bind.forward(problem, plan, target, device.index)
-    if plan.pattern == HELD:
-        from warpnorm.launch.held import HeldForwardLaunch
-
-        return HeldForwardLaunch(problem, plan, space, kernel, call.eps)
-    if plan.pattern == COLUMN:
-        from warpnorm.launch.column import ColumnForwardLaunch
-
-        last = choose.last_tasks(problem, plan, space)
-        last_kernel = bind.forward(problem, last, target, device.index) if last else None
-        return ColumnForwardLaunch(problem, plan, space, kernel, call.eps, last, last_kernel)
-    return ForwardLaunch(problem, plan, space, kernel, call.eps)
+    return can_write(forward_problem(call, views, is_native=True)[0])
 
 
-@lru_cache(maxsize=4096)
-def prepare_backward(
-    call: Call,
-    views: tuple[View, ...],
-    device: torch.device,
-    given: tuple[int, ...],
-    wanted: tuple[int, ...],
-    plan: Plan | None,
-    into: tuple[tuple[int, View], ...] = (),
-) -> "BackwardLaunch | ColumnBackwardLaunch | HeldBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
-    problem, space = backward_problem(call, views, given, wanted, is_native(device), into)
-    if is_native(device):
-        from warpnorm.cpu import build, fallback, run
-
-        try:
-            return run.prepare_backward(problem, space)
-        except (build.CompilerError, OSError) as error:
-            return fallback.FallbackBackward(call, problem, str(error))
-    bind = binder()
-    from warpnorm.launch.backward import BackwardLaunch
-
-    target = devices.of(device)
-    plan = plan or choose.backward(problem, target, space)
-    kernel = bind.backward(problem, plan, target, device.index)
-    if plan.pattern in (COLUMN, HELD):
-        from warpnorm.launch.column import ColumnBackwardLaunch
-        from warpnorm.launch.held import HeldBackwardLaunch
-
-        sum_plan = totals.line(problem, target)
-        column_sums = []
-        for plan_of, is_tall in ((sum_plan, False), (totals.tall(problem, target), True)):
-            left = grid.left(plan, problem)
-            which = tuple(i for i in left if (grid.gradient_sum(plan, space, problem, i).width == 1) == is_tall)
-            if which:
-                column_sums.append((bind.gradient_sums(problem, which, plan_of, target, device.index), plan_of, which))
-        if plan.pattern == HELD:
-            return HeldBackwardLaunch(problem, plan, space, kernel, tuple(column_sums))
-        last = choose.last_tasks(problem, plan, space)
-        last_kernel = bind.backward(problem, last, target, device.index) if last else None
-        return ColumnBackwardLaunch(problem, plan, space, kernel, tuple(column_sums), last, last_kernel)
-    sums = bind.backward_sums(problem, plan, target, device.index)
-    sum_plan = totals.column(problem, plan, target)
-    column_sum = bind.column_sum(problem, sum_plan, target, device.index)
-    return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)
+def refusal(call: Call, views: tuple[View, ...]) -> str:
+    """Why the compiler does not build a call, if it does not; `views` are those of the operands, then of the outputs."""
+    if not _takes(call, views):
+        return "there is no C for one of its dtypes"
+    return getattr(prepare_forward(call, views, torch.device("cpu"), None), "why", "")
 
 
-def forward_problem(call: Call, views: Sequence[View], is_native: bool = False) -> tuple[ForwardProblem, Space]:
-    """`views` are those of the operands, then of the outputs."""
-    dtypes, compute = inside(call, views)
-    prologue, epilogue = capture.forward_graphs(call.prologue, call.epilogue, dtypes, compute)
-    return describe_forward(call, views, (prologue, rounded_once(epilogue, call.outputs, compute)), is_native)
+def native_text(problem: ForwardProblem | BackwardProblem) -> str:
+    """The C that runs a problem on a CPU."""
+    from warpnorm.cpu import run
 
-
-def backward_problem(
-    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...], is_native: bool = False,
-    into: Sequence[tuple[int, View]] = (),
-) -> tuple[BackwardProblem, Space]:  # fmt: skip
-    """`views` are those of the operands, then of the outputs' gradients in `given`; `into` those of some operands'."""
-    operands, dtypes = views[: len(call.axes)], inside(call, views)
-    gradients = at_hand.gradients(call, *dtypes, given, wanted)
-    graphs = differentiate.backward_graphs(call.prologue, call.epilogue, *dtypes, gradients)
-    written = (dict(into).get(i) or fresh(operands[i], call.norm) for i in gradients.wanted)
-    return describe_backward(call, (*views, *written), gradients, graphs, is_native)
-
-
-def inside(call: Call, views: Sequence[View]) -> tuple[tuple[torch.dtype, ...], torch.dtype]:
-    """The dtypes of the operands inside a kernel, and that of computation."""
-    compute = compute_dtype([call.compute, *(view.dtype for view in views)])
-    return capture.probe_dtypes([view.dtype for view in views[: len(call.axes)]], compute), compute
+    return run.text_of(problem)

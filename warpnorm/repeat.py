@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-from warpnorm import library, pipeline, settings
+from warpnorm import library, pipeline, routing, settings
 from warpnorm.errors import InputError
 from warpnorm.launch import launcher
 from warpnorm.launch.autograd import RepeatedNormalization, are_batched, gradients_of, is_differentiated
@@ -39,7 +39,7 @@ def again(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float
     if not (getattr(input, "is_cuda", False) or settings.is_interpreting() or _is_large(norm, input, shape)):
         return None
     operands = [operand for operand in (input, weight, bias) if operand is not None]
-    if pipeline.is_seen_through(operands):  # and may have no memory to ask about
+    if routing.is_seen_through(operands):  # and may have no memory to ask about
         return None
     key = _key(norm, input, shape, weight, bias, eps)
     found = _seen.get(key)
@@ -152,7 +152,7 @@ def _set_up(module: Any) -> None:
     global quick
     is_cuda = torch.version.cuda is not None
     hooks = None
-    if is_cuda and pipeline.has_triton():
+    if is_cuda and routing.has_triton():
         import triton
 
         hooks = triton.knobs.runtime
@@ -181,7 +181,7 @@ def _is_large(norm: Norm, input: Any, shape: Any) -> bool:
     if not getattr(input, "is_cpu", False):
         return False
     try:
-        return (shape if type(shape) is int else prod(shape)) > pipeline.smallest_row(norm)
+        return (shape if type(shape) is int else prod(shape)) > routing.smallest_row(norm)
     except TypeError:  # no sizes; who checks the arguments says so
         return False
 
@@ -359,7 +359,7 @@ class Repeat(Backwards):
 
     def __init__(self, call: Call, operands: Sequence[torch.Tensor], output: View) -> None:
         input = operands[0]
-        super().__init__(call, pipeline.is_native(input.device))
+        super().__init__(call, routing.is_native(input.device))
         self.dtype = call.outputs[0]
         views = (*map(View.of, operands), output)
         launch: Any = pipeline.prepare_forward(call, views, input.device, None, self.running_dtypes)

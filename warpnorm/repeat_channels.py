@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import has_torch_function
 
-from warpnorm import pipeline, repeat, settings
+from warpnorm import repeat, routing, settings
 from warpnorm.launch.autograd import ChannelNormalization
 from warpnorm.norms import Norm
 from warpnorm.problem import Call, Running, View
@@ -31,7 +31,7 @@ def again(kind: Any, norm: Norm, eps: Any, number: Any, momentum: Any, tensors: 
     input = tensors[0]
     if not (getattr(input, "is_cuda", False) or settings.is_interpreting() or _is_large(norm, input)):
         return None
-    if pipeline.is_seen_through(given):
+    if routing.is_seen_through(given):
         return None
     key = _key(kind, eps, number, momentum, tensors)
     seen = _seen.get(key)
@@ -57,7 +57,7 @@ def again(kind: Any, norm: Norm, eps: Any, number: Any, momentum: Any, tensors: 
 def _is_large(norm: Norm, input: Any) -> bool:
     """Whether a batch or a sample on a CPU is worth native code, and a look at what was seen before."""
     is_there = isinstance(input, torch.Tensor) and input.is_cpu and input.ndim > 1 and input.numel() > 0
-    return is_there and pipeline.is_large_input(norm, input)
+    return is_there and routing.is_large_input(norm, input)
 
 
 def _key(kind: Any, eps: Any, number: Any, momentum: Any, tensors: Sequence[Any]) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import pipeline, repeat, settings
+from warpnorm import pipeline, repeat, routing, settings
 from warpnorm.launch.autograd import gradients_of
 from warpnorm.problem import Call, Running, View
 
@@ -70,7 +70,7 @@ class FusedRepeat(repeat.Backwards):
 
     def __init__(self, call: Call, operands: Sequence[Any], tensors: Sequence[torch.Tensor], count: int) -> None:
         short = pipeline.shortcut(call, operands)
-        super().__init__(call if short is None else short.call, pipeline.is_native(tensors[0].device))
+        super().__init__(call if short is None else short.call, routing.is_native(tensors[0].device))
         self.count = count
         self.saved: tuple[int, ...] = tuple(range(len(operands)))
         self.kept: tuple[tuple[int, ...], ...] | None = None

@@ -3,9 +3,9 @@
 import pytest
 
 from kernel_contracts.absorb_contract import *  # noqa: F403
-from warpnorm import pipeline
+from warpnorm import routing
 
-pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+pytestmark = pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 
 
 @pytest.fixture

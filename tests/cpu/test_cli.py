@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from warpnorm import pipeline
+from warpnorm import routing
 from warpnorm.bench import block, cases, check, demo, inside, rivals, run, timing
 from warpnorm.bench.cases import BACKWARD, BATCH, FORWARD, GROUP, INSTANCE, NC, NCHW, NHWC, BenchCase, Workload
 from warpnorm.bench.timing import Timing
@@ -44,7 +44,7 @@ def test_demo_covers_every_norm_and_dtype(capsys: pytest.CaptureFixture[str]) ->
     dtypes = ("fp64", "fp32", "fp16", "bf16")
     assert found == [(kind, way, dtype) for kind in kinds for way in (FORWARD, BACKWARD) for dtype in dtypes]
     assert all(" right " in row for row in rows)
-    assert ("native code" if pipeline.has_compiler() else "PyTorch's own operators") in printed
+    assert ("native code" if routing.has_compiler() else "PyTorch's own operators") in printed
 
 
 def wrong(workload: Workload) -> rivals.Forward:
@@ -367,7 +367,7 @@ def test_explain_every_norm(norm: str, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_explain_shows_what_runs_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "rms_norm", "--shape", "6x2000"]) == 0
-    assert ("C of forward" if pipeline.has_compiler() else "as plain PyTorch") in capsys.readouterr().out
+    assert ("C of forward" if routing.has_compiler() else "as plain PyTorch") in capsys.readouterr().out
     assert main(["explain", "layer_norm", "--shape", "6x2000", "--dtype", "fp16"]) == 0
     assert "as plain PyTorch" in capsys.readouterr().out
 
@@ -396,7 +396,7 @@ def test_check_is_a_page(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("nothing works")
 
-    if pipeline.has_compiler():
+    if routing.has_compiler():
         monkeypatch.setattr(inside.functional, "layer_norm", fail)
         assert main(["check"]) == 1
         assert "native code    RuntimeError: nothing works" in capsys.readouterr().out

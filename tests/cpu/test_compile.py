@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import warpnorm
 from cpu.seen import Seen
-from warpnorm import pipeline
+from warpnorm import routing
 
-pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+pytestmark = pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 
 COLS = 2048
 NORM, NORM_BACKWARD = "warpnorm.norm.default", "warpnorm.norm_backward.default"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import warpnorm
 from cpu.truth import random
-from warpnorm import FusionError, InputError, InputTypeError, pipeline, settings
+from warpnorm import FusionError, InputError, InputTypeError, routing, settings
 from warpnorm.explain import Direction, Explanation
 from warpnorm.plan.plan import LONG_ROW, ROW, TEAM
 
@@ -187,7 +187,7 @@ STANDING_ALONE: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
 }
 
 
-@pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+@pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 @pytest.mark.parametrize("name", STANDING_ALONE)
 def test_a_norm_alone_says_what_runs(name: str) -> None:
     """Each was explained as if it were fused, and said to run as native code where PyTorch's operator does."""

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 
 import warpnorm
 from cpu.seen import operators
-from warpnorm import pipeline
+from warpnorm import routing
 from warpnorm.errors import InputError
 
-pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+pytestmark = pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 
 COLS = 2048
 IMAGE = (32, 64, 64)

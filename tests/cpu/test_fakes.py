@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import warpnorm
 from kernel_contracts.fuse_operators_contract import DROPOUT, TABLE, Row
-from warpnorm import pipeline, settings
+from warpnorm import routing, settings
 from warpnorm.fuse import HANDLERS, NORMS
 from warpnorm.trace import fusion
 
@@ -153,7 +153,7 @@ HELD: dict[str, tuple[Function, Shapes, Shapes]] = {  # what is served, and what
 def test_sizes_that_a_norm_looks_at_are_held(name: str, route: str) -> None:
     """The channels of an image are rows to the recorder, and a number to the norm."""
     function, served, refused = HELD[name]
-    if route == "native" and not pipeline.has_compiler():
+    if route == "native" and not routing.has_compiler():
         pytest.skip("no compiler")
     fused = warpnorm.fuse(function)
     with settings.override(route=route):

@@ -23,12 +23,12 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from warpnorm import folder, pipeline, settings
+from warpnorm import folder, routing, settings
 from warpnorm.codegen import cache
 from warpnorm.cpu import build
 from warpnorm.trace import capture
 
-pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+pytestmark = pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 
 COLS = 2048
 numbers = count()

@@ -25,7 +25,7 @@ from cpu.truth import (
     row_errors,
     truth,
 )
-from warpnorm import pipeline
+from warpnorm import routing
 from warpnorm.norms import LAYER_NORM, RMS_NORM
 
 by_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
@@ -101,7 +101,7 @@ def arguments(case: Case, norm: str, dtype: torch.dtype) -> tuple[torch.Tensor, 
 def test_is_accurate_and_has_pytorchs_bits(case: Case, dtype: torch.dtype, norm: str) -> None:
     """Forward and the gradient of every operand, the leaf under a view included. The bits where its operator runs."""
     leaf, a = arguments(case, norm, dtype)
-    is_small = prod(a.shape) <= pipeline.smallest_row(LAYER_NORM if norm == "layer_norm" else RMS_NORM)
+    is_small = prod(a.shape) <= routing.smallest_row(LAYER_NORM if norm == "layer_norm" else RMS_NORM)
     grad_output = random(a.input.shape, dtype, seed=3)
     parameters = [leaf, *a.tensors[1:]]
     output, theirs = ours(a), pytorch(a)
@@ -109,7 +109,7 @@ def test_is_accurate_and_has_pytorchs_bits(case: Case, dtype: torch.dtype, norm:
     found = torch.autograd.grad(output, parameters, grad_output)
     expected = torch.autograd.grad(theirs, parameters, grad_output)
     for mine, its in zip((output, *found), (theirs, *expected), strict=True):
-        if is_small or not pipeline.has_compiler():
+        if is_small or not routing.has_compiler():
             _assert_same_bits(mine, its)
     check(a, pytorch, grad_output)
 

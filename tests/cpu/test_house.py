@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2] / "warpnorm"
 FILES = sorted(ROOT.rglob("*.py"))
 LINE = (
     "errors, settings, locks, folder < problem, norms, space < reference, trace < plan < kernels < codegen < launch, cpu"
-    " < pipeline < library < repeat < repeat_channels, repeat_fused < functional"
+    " < routing < pipeline < library < repeat < repeat_channels, repeat_fused < functional"
     " < parallel < fuse, explain < packed < blocks < nn < integrate < bench, fuzz < cli"
 )
 LEVEL = {name.strip(): level for level, names in enumerate(LINE.split("<")) for name in names.split(",")}

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import warpnorm
-from warpnorm import pipeline, settings
+from warpnorm import routing, settings
 from warpnorm.errors import UnavailableError
 
 
@@ -19,12 +19,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """A tensor that says it is on a GPU."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(settings, "is_interpreting", lambda: False)
-    monkeypatch.setattr(pipeline, "has_triton", lambda: True)
+    monkeypatch.setattr(routing, "has_triton", lambda: True)
     return torch.randn(2, 8)
 
 
 def test_a_plain_call_takes_the_kernels(gpu: torch.Tensor) -> None:
-    assert pipeline.route(gpu, torch.nn.Parameter(torch.ones(8)), None, 2.0) == "kernels"
+    assert routing.route(gpu, torch.nn.Parameter(torch.ones(8)), None, 2.0) == "kernels"
 
 
 class Subclass(torch.Tensor):
@@ -32,18 +32,18 @@ class Subclass(torch.Tensor):
 
 
 def test_subclasses_and_fakes_do_not(gpu: torch.Tensor) -> None:
-    assert pipeline.route(gpu.as_subclass(Subclass)) == "reference"
-    assert pipeline.route(gpu, gpu.as_subclass(Subclass)) == "reference"
+    assert routing.route(gpu.as_subclass(Subclass)) == "reference"
+    assert routing.route(gpu, gpu.as_subclass(Subclass)) == "reference"
     with FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.randn(2, 8))
-        assert pipeline.route(fake) == "reference"
+        assert routing.route(fake) == "reference"
 
 
 def seen(inside: Callable[[Callable[[torch.Tensor], torch.Tensor]], object], gpu: torch.Tensor) -> list[str]:
     routes = []
 
     def norm(x: torch.Tensor) -> torch.Tensor:
-        routes.append(pipeline.route(gpu))
+        routes.append(routing.route(gpu))
         return x * 1
 
     inside(norm)
@@ -55,17 +55,17 @@ def test_transforms_do_not(gpu: torch.Tensor) -> None:
     assert seen(lambda norm: torch.func.grad(lambda x: norm(x).sum())(torch.randn(8)), gpu) == ["reference"]
     assert set(seen(lambda norm: torch.jit.trace(norm, torch.randn(8)), gpu)[:1]) == {"reference"}
     with forward_ad.dual_level():
-        assert pipeline.route(gpu) == "reference"
-    assert pipeline.route(gpu) == "kernels"
+        assert routing.route(gpu) == "reference"
+    assert routing.route(gpu) == "kernels"
 
 
 def test_interpreter_and_missing_triton(gpu: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "is_interpreting", lambda: True)
-    assert pipeline.route(gpu) == "reference"
-    monkeypatch.setattr(pipeline, "has_triton", lambda: False)
-    assert pipeline.route(gpu) == "reference"
+    assert routing.route(gpu) == "reference"
+    monkeypatch.setattr(routing, "has_triton", lambda: False)
+    assert routing.route(gpu) == "reference"
     with settings.override(route="kernels"), pytest.raises(UnavailableError, match="Triton"):
-        pipeline.route(gpu)
+        routing.route(gpu)
 
 
 def test_forced_kernels_refuse_a_cpu_tensor() -> None:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 import warpnorm
 from kernel_contracts.scarce_contract import Allocations
-from warpnorm import pipeline, settings
+from warpnorm import routing, settings
 from warpnorm.cpu import build
 
-pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+pytestmark = pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 
 COLS = 2048
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from warpnorm import folder, pipeline, settings
+from warpnorm import folder, pipeline, routing, settings
 from warpnorm.codegen import cache, expressions
 from warpnorm.cpu import build
 from warpnorm.errors import InputError, WarpnormError
@@ -362,7 +362,7 @@ def test_an_exposed_folder_is_refused(case: Exposed, home: Path, monkeypatch: py
         assert Path(str(module.__file__)).parent == folder.private()
         graphs = store.kept((text,), lambda: ())
         found = warpnorm.explain(lambda x: F.rms_norm(x, (COLS,)), torch.randn(2, COLS))
-        if pipeline.has_compiler():
+        if routing.has_compiler():
             assert build.load(text).answer() == 42
     assert graphs == ()
     assert re.search(case.says, found.refusal)
@@ -378,7 +378,7 @@ def test_a_folder_that_others_only_read_is_taken(mode: int, home: Path) -> None:
     assert folder.current() == home
 
 
-@pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+@pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 @pytest.mark.parametrize("expose", [be_foreign, lambda path, _: path.chmod(0o666)], ids=["foreign", "writable"])
 def test_an_exposed_library_is_not_loaded(expose: Any, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One from a time when the folder was everybody's."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.library import opcheck
 
 import warpnorm
-from warpnorm import library, pipeline, settings
+from warpnorm import library, routing, settings
 from warpnorm.errors import InputError
 from warpnorm.fuse import NOTHING, arrange
 from warpnorm.launch import call_text
@@ -108,7 +108,7 @@ def test_no_rows() -> None:
     assert torch.equal(w.grad, torch.zeros(64))  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+@pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_call_that_was_seen_before(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bits of the first one, by one look-up; other layouts and settings are other calls."""
@@ -132,7 +132,7 @@ def test_a_call_that_was_seen_before(case: Case, monkeypatch: pytest.MonkeyPatch
         norm(operands, [*case.numbers, 1.0], case.text)
 
 
-@pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+@pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 def test_plain_calls_never_come_by_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> Any:
         raise AssertionError("a call that nobody traces went to the operator")

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import warpnorm
-from warpnorm import pipeline, settings, version
+from warpnorm import pipeline, routing, settings, version
 from warpnorm.cpu import run
 
-pytestmark = pytest.mark.skipif(not pipeline.has_compiler(), reason="native code needs a compiler")
+pytestmark = pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
 
 COLS = 2048
 
@@ -31,12 +31,12 @@ def triton_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
     def install(number: str) -> None:
         (tmp_path / "__init__.py").write_text(f'"""isort:skip_file"""\n__version__ = {number!r}\n')
         spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py") if number else None})
-        monkeypatch.setattr(pipeline, "find_spec", lambda _: spec)
+        monkeypatch.setattr(routing, "find_spec", lambda _: spec)
         monkeypatch.setattr(pipeline.sys, "platform", "linux")
-        pipeline.why_no_triton.cache_clear()
+        routing.why_no_triton.cache_clear()
 
     yield install
-    pipeline.why_no_triton.cache_clear()
+    routing.why_no_triton.cache_clear()
 
 
 def test_an_older_triton_is_refused_in_a_sentence(triton_of: Callable[[str], None]) -> None:
@@ -45,10 +45,10 @@ def test_an_older_triton_is_refused_in_a_sentence(triton_of: Callable[[str], Non
     with settings.override(route="kernels"), pytest.raises(warpnorm.UnavailableError, match=why):
         warpnorm.rms_norm(torch.randn(2, 8), (8,))
     triton_of("")
-    assert pipeline.why_no_triton() == "Triton is not installed", "an empty folder of this name is not it"
+    assert routing.why_no_triton() == "Triton is not installed", "an empty folder of this name is not it"
     for fine in ("3.6.0", "3.10.0+git1234", "4.0.0"):
         triton_of(fine)
-        assert pipeline.has_triton(), fine
+        assert routing.has_triton(), fine
 
 
 def test_a_newer_triton_that_compiles_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
-from warpnorm import pipeline, repeat, settings
+from warpnorm import pipeline, repeat, routing, settings
 from warpnorm.errors import InputError, InputTypeError
 from warpnorm.launch import launcher
 
@@ -170,7 +170,7 @@ def test_settings_and_modes_are_asked_each_time(device: str, monkeypatch: pytest
     assert len(ran) == 1
     with settings.override(route="reference"):
         warpnorm.layer_norm(x, COLS, w, b)
-    monkeypatch.setattr(pipeline, "is_seen_through", lambda tensors: True)
+    monkeypatch.setattr(routing, "is_seen_through", lambda tensors: True)
     warpnorm.layer_norm(x, COLS, w, b)
     assert len(ran) == 1
 

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from warpnorm import pipeline
+from warpnorm import routing
 from warpnorm.bench import report
 from warpnorm.bench.cases import (
     BACKWARD,
@@ -54,10 +54,10 @@ def run_demo(console: Console, seconds: float = 0.15) -> Run:
 
 
 def _path(device: str) -> str:
-    if device == "cuda" and pipeline.has_triton():
+    if device == "cuda" and routing.has_triton():
         return "Run by warpnorm's Triton kernels: rows by one forward, one and a small sum backward; channels by a few each."
     if device == "cuda":
-        return f"Run by PyTorch's own operators: {pipeline.why_no_triton()}."
-    if pipeline.has_compiler():
+        return f"Run by PyTorch's own operators: {routing.why_no_triton()}."
+    if routing.has_compiler():
         return "Run by native code, built by the system's C compiler: there is no GPU here."
-    return f"Run by PyTorch's own operators, at their speed: there is no GPU here, and {pipeline.why_no_compiler()}."
+    return f"Run by PyTorch's own operators, at their speed: there is no GPU here, and {routing.why_no_compiler()}."

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from warpnorm import folder, functional, pipeline, repeat, settings
+from warpnorm import folder, functional, repeat, routing, settings
 from warpnorm.bench import cases
 from warpnorm.bench.cases import BACKWARD, DTYPE_NAMES, FORWARD, NHWC, BenchCase, Workload
 from warpnorm.bench.draw import Drawing
@@ -66,7 +66,7 @@ def explained(case: BenchCase, target: str | None, asm: bool) -> Explanation:
 
 def drawn(case: BenchCase, found: Explanation, target: str | None) -> Drawing:
     """How the kernel of an explanation reduces a row, for the GPU that it was planned for."""
-    if not pipeline.has_triton():
+    if not routing.has_triton():
         raise ValueError("--draw needs Triton, which is not installed: the drawing is read off compiled code")
     from warpnorm.codegen import bind, reduction
 
@@ -101,8 +101,8 @@ def findings() -> Iterator[tuple[str, str, bool]]:
 
 
 def _triton() -> str:
-    if not pipeline.has_triton():
-        return f"{pipeline.why_no_triton()}: GPUs run PyTorch's own operators"
+    if not routing.has_triton():
+        return f"{routing.why_no_triton()}: GPUs run PyTorch's own operators"
     import triton
 
     return str(triton.__version__)
@@ -132,8 +132,8 @@ def _launcher() -> tuple[str, bool]:
 def _native() -> Iterator[tuple[str, str, bool]]:
     from warpnorm.cpu import build
 
-    if not pipeline.has_compiler():
-        yield "native code", f"none, {pipeline.why_no_compiler()}: CPUs run PyTorch's own operators", True
+    if not routing.has_compiler():
+        yield "native code", f"none, {routing.why_no_compiler()}: CPUs run PyTorch's own operators", True
         return
     yield "C compiler", f"{build.compiler()}, {build.version()}", True
     yield "native code", *_tried("cpu", "native")
@@ -147,7 +147,7 @@ def _gpus() -> Iterator[tuple[str, str, bool]]:
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
         yield f"GPU {index}", f"{properties.name}, {memory}, {properties.multi_processor_count} units", True
-        if pipeline.has_triton():
+        if routing.has_triton():
             yield f"kernels on {index}", *_tried(f"cuda:{index}", "kernels")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from warpnorm import pipeline, settings
+from warpnorm import routing, settings
 from warpnorm.fuzz.accuracy import Error, why_inaccurate
 from warpnorm.fuzz.case import Case
 from warpnorm.problem import compute_dtype
@@ -44,7 +44,7 @@ def forced_route(device: str) -> str:
     """The way to compute that is to be tested on a device."""
     if device == "cuda" or settings.is_interpreting():
         return "kernels"
-    return "native" if pipeline.has_compiler() else "auto"
+    return "native" if routing.has_compiler() else "auto"
 
 
 @contextmanager

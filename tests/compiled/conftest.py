@@ -1,4 +1,4 @@
-"""Every case is compiled, for GPUs that are not here: a run has a twelfth, of each test one; all with
+"""Every case is compiled, for GPUs that are not here: a run has a sixteenth, of each test one; all with
 WARPNORM_TEST_ALL=1."""
 
 import pytest
@@ -12,7 +12,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items,
         "compiled",
         ("test_compiled.py", "test_compiled_channel.py"),
-        one_in=12,
+        one_in=16,
         keeps_lone=True,
         every_but=(),
     )

@@ -1,5 +1,5 @@
 """The tests of this folder run on one thread each: two workers on two cores, whose spinning threads would triple the
-time. Of files whose cases compile one by one, a run has a third of the cases, of each test one at least;
+time. Of files whose cases compile one by one, a run has a fourth of the cases, of each test one at least;
 WARPNORM_TEST_ALL=1 has all."""
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ COMPILING = (
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "cpu", COMPILING, one_in=3, keeps_lone=True, every_but=())
+    select(config, items, "cpu", COMPILING, one_in=4, keeps_lone=True, every_but=())
 
 
 @pytest.fixture(autouse=True, scope="package")

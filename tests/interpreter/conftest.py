@@ -1,6 +1,6 @@
 """Every kernel on the CPU, by Triton's interpreter: run with TRITON_INTERPRET=1, which must be set before Triton is
-imported. Memory is poisoned with NaN, and the kernels are forced. A run has a thirtieth of the contracts' cases, of
-teams and of calls that come again a sixth; WARPNORM_TEST_ALL=1 has all."""
+imported. Memory is poisoned with NaN, and the kernels are forced. A run has a fortieth of the contracts' cases, of
+teams and of calls that come again an eighth; WARPNORM_TEST_ALL=1 has all."""
 
 import threading
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ if not settings.is_interpreting():
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "interpreter", ("test_contracts.py", "test_channels.py"), one_in=30)
+    select(config, items, "interpreter", ("test_contracts.py", "test_channels.py"), one_in=40)
     some = ("test_teams.py", "test_repeat.py", "test_repeat_channels.py")
-    select(config, items, "interpreter", some, one_in=6, keeps_lone=True)
+    select(config, items, "interpreter", some, one_in=8, keeps_lone=True)
 
 
 @pytest.fixture

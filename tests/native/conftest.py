@@ -1,6 +1,6 @@
 """The contracts of the kernels by native code: what they promise holds on a CPU too. Memory is poisoned with NaN.
 
-Nearly every case is compiled, so that a run has one of 48 of the contracts' cases, and of nearly each test one at
+Nearly every case is compiled, so that a run has one of 64 of the contracts' cases, and of nearly each test one at
 least; WARPNORM_TEST_ALL=1 has all."""
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ LONG = (  # each of their cases compiles many kernels
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    select(config, items, "native", CONTRACTS, one_in=48, every_but=LONG)
+    select(config, items, "native", CONTRACTS, one_in=64, every_but=LONG)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 Check = Callable[[int, int], None]  # of a rank and the number of ranks
-SOME = (2, 4) if os.environ.get("WARPNORM_TEST_ALL") == "1" else (2,)  # numbers of ranks
+WORLDS = (2, 4)  # numbers of ranks
+SOME_WORLDS = WORLDS if os.environ.get("WARPNORM_TEST_ALL") == "1" else WORLDS[:1]
 TIMEOUT = 30  # seconds that a collective may take
 # Imported once, by the server that ranks are forked from: PyTorch's compiler alone takes each of them seconds
 PRELOADED = [

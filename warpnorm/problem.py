@@ -219,22 +219,16 @@ class Operand:
     @property
     def has_vectors(self) -> bool:
         """Whether a thread may read 16 bytes at once wherever a row begins."""
-        outer = (*self.row_strides, *self.col_strides[:-1])
-        return (
-            self.is_aligned
-            and self.col_strides[-1].literal == 1
-            and all(s.literal == 0 or s.divisor * self.dtype.itemsize >= VECTOR_BYTES for s in outer)
-        )
+        return self._has_vectors(self.col_strides[-1], (*self.row_strides, *self.col_strides[:-1]))
 
     @property
     def has_vectors_across(self) -> bool:
         """The same where rows lie side by side, of those at the same column."""
-        outer = (*self.row_strides[:-1], *self.col_strides)
-        return (
-            self.is_aligned
-            and self.row_strides[-1].literal == 1
-            and all(s.literal == 0 or s.divisor * self.dtype.itemsize >= VECTOR_BYTES for s in outer)
-        )
+        return self._has_vectors(self.row_strides[-1], (*self.row_strides[:-1], *self.col_strides))
+
+    def _has_vectors(self, along: Stride, others: tuple[Stride, ...]) -> bool:
+        are_whole = all(s.literal == 0 or s.divisor * self.dtype.itemsize >= VECTOR_BYTES for s in others)
+        return self.is_aligned and along.literal == 1 and are_whole
 
 
 def is_varying(operand: Operand) -> bool:

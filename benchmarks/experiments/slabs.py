@@ -233,7 +233,7 @@ class Launch:
         teams = min(slabs, torch.cuda.get_device_properties(0).multi_processor_count * way.per_unit // way.splits)
         constants = case.constants(way) | {"IS_TOLD": is_told}
         mailbox = torch.zeros(teams * 4 * way.lines * way.splits, dtype=torch.int64, device="cuda")
-        given = [mailbox if argument is None else argument for argument in (*arguments[:-1], case.rows, case.C, slabs)]
+        given = [mailbox if argument is None else argument for argument in (*arguments, case.rows, case.C, slabs)]
         given += [1e-5] if function is forward else []
         self.call = partial(
             function[(teams, way.splits)], *given, **constants, num_warps=way.warps, launch_cooperative_grid=True,
@@ -275,9 +275,7 @@ def measured(case: Case, bandwidth: float) -> Iterator[str]:
                 out = torch.full_like(x, float("nan"))
                 of_forward, of_backward = (x, out, w, b, None, mean, rstd), (x, dy, out, w, None, mean, rstd, dw, db)
                 try:
-                    launch = Launch(
-                        function, case, way, is_told, *(of_forward if function is forward else of_backward), ...
-                    )
+                    launch = Launch(function, case, way, is_told, *(of_forward if function is forward else of_backward))
                     told.append(f"{percent(launch.call, tensors)} ({launch.used})")
                 except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
                     told.append(str(error)[:100])

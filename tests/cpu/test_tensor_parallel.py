@@ -316,7 +316,7 @@ def _used(group: Any, cols: int) -> None:
 CHECKS = (parity, training, collectives, fused, twice, refused, halves, ended, compiled)
 
 
-@pytest.fixture(scope="module", params=ranks.SOME)
+@pytest.fixture(scope="module", params=ranks.SOME_WORLDS)
 def told(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     checks = CHECKS if request.param == 2 else CHECKS[:-1]  # what is compiled does not depend on how many there are
     return ranks.run(checks, request.param, tmp_path_factory.mktemp("ranks"))

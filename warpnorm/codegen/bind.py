@@ -124,7 +124,7 @@ def _is_quicker_apart(problem: Problem, plan: Plan) -> bool:
     microseconds, gelu(x + b) -> RMSNorm backward at 1024, 4096 and 16384: 210, 231 and 319, and 218, 244 and 331 otherwise;
     h = x + r -> RMSNorm at 16384 477 and 507; LayerNorm at 131072 147 and 149. Not where a row lies in registers as it does
     in memory: LayerNorm at 65536 151 and 149, RMSNorm backward at 16384 207 and 203, GroupNorm 72 and 71; nor where a team
-    carries it along, as single halves."""
+    carries it along, as single halves. Across lines it was not timed by itself."""
     has_vectors = problem.has_vectors or (plan.pattern == COLUMN and all(o.has_vectors_across for o in problem.tiles))
     if not has_vectors or all(operand.dtype != torch.bfloat16 for operand in problem.varying):
         return False

@@ -26,6 +26,8 @@ PLANS = (
     Plan(HELD, 2, 64, 2, programs=264, splits=256, recomputes=True),
     Plan(HELD, 4, 32, 4, programs=100, splits=256, recomputes=True, stages=2),
     Plan(HELD, 8, 8, 1, programs=132, splits=32, stages=3),
+    Plan(HELD, 2, 64, 2, programs=264, splits=256, stages=2, ahead=1),
+    Plan(HELD, 8, 8, 1, programs=132, splits=32, ahead=1, recomputes=True),
 )
 
 

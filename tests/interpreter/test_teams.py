@@ -39,7 +39,12 @@ TEAMS = (
     Plan(TEAM, 1, 32, 1, programs=1, splits=8),
     Plan(TEAM, 1, 32, 1, programs=2, splits=4, chunks=2, keeps=True),
 )
-HOLDERS = (Plan(HELD, 4, 32, 4, programs=8, splits=4), Plan(HELD, 8, 8, 1, programs=6, splits=2))
+HOLDERS = (
+    Plan(HELD, 4, 32, 4, programs=8, splits=4),
+    Plan(HELD, 8, 8, 1, programs=6, splits=2),
+    Plan(HELD, 4, 32, 4, programs=8, splits=4, ahead=1),
+    Plan(HELD, 8, 8, 1, programs=6, splits=64, ahead=1, recomputes=True),
+)
 TAILS = Layout("tails", (13, 6, 5, 8), why="neither lines nor columns fill their blocks")
 FULL = Layout("full", (16, 4, 4, 8), why="all do")
 

@@ -15,7 +15,14 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from warpnorm.kernels.messages import MULTIPLY_32, MULTIPLY_64, RECEIVE, RECEIVE_TWO
+from warpnorm.kernels.messages import (
+    MULTIPLY_32,
+    MULTIPLY_64,
+    RECEIVE,
+    RECEIVE_PAIR,
+    RECEIVE_TWO,
+    RECEIVE_TWO_PAIRS,
+)
 from warpnorm.kernels.pointwise import MOVE
 from warpnorm.kernels.words import WAIT_32, WAIT_64
 from warpnorm.launch import shared
@@ -138,7 +145,7 @@ def at_once(seed: int = 0, room: int = 4) -> Iterator[list[str]]:
     def wait(self: Any, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> Found:
         if asm == MOVE.value:
             return Found(values[0].data, dtype=values[0].dtype)
-        if asm == RECEIVE_TWO.value:
+        if asm in (RECEIVE_TWO.value, RECEIVE_TWO_PAIRS.value):
             *words, round = values
             found = [wait(self, RECEIVE.value, "", [word, round], types, is_pure, pack) for word in words]
             return Found(*(half for word in found for half in word.results))
@@ -146,7 +153,7 @@ def at_once(seed: int = 0, room: int = 4) -> Iterator[list[str]]:
         if asm in (MULTIPLY_32.value, MULTIPLY_64.value):
             return Found(first * second)
         while True:
-            if asm == RECEIVE.value:
+            if asm in (RECEIVE.value, RECEIVE_PAIR.value):
                 halves = _read(first, np.uint64).view(np.int32).reshape(-1, 2)
                 if (halves[:, 1] & 3 == second.ravel()).all():
                     return Found(*(half.reshape(first.shape).copy() for half in halves.T))

@@ -4,6 +4,7 @@ expressions  one node -> one line of Triton
 pointwise    a problem -> the source of the functions that its kernel is handed
 along        which sums of a backward problem run along rows, which over them
 cache        source -> a file and a module
+arguments    what the compiler is told about a kernel's arguments
 bind         kernel, functions and plan -> something to launch, with or without a GPU
 listing      what compiled code contains
 reduction    how it reduces a row

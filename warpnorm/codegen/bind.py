@@ -1,7 +1,7 @@
 """A hand-written kernel, the functions generated for a problem, and a plan become something to launch. Triton's own guesses
 about arguments play no part: what the compiler is told about alignment and divisors is what the problem says."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -10,6 +10,16 @@ import torch
 import triton.language as tl
 
 from warpnorm.codegen import along, cache, pointwise
+from warpnorm.codegen.arguments import (
+    ALIGNED,
+    TYPES,
+    geometry_of,
+    of_lines,
+    of_pieces,
+    pointers,
+    statistics,
+    with_mailbox,
+)
 from warpnorm.codegen.kernel import Argument, BoundKernel
 from warpnorm.kernels.column import column_backward_kernel, column_forward_kernel
 from warpnorm.kernels.column_sum import column_sum_kernel
@@ -23,33 +33,14 @@ from warpnorm.plan.device import Device
 from warpnorm.plan.grid import LARGEST_MERGE, merge_rows
 from warpnorm.plan.plan import ALL, COLUMN, FIRST, HELD, JOINT, LONG_ROW, ROW, TEAM, Plan
 from warpnorm.problem import (
-    LARGEST_CLASS,
-    NUMBER,
-    VECTOR_BYTES,
     BackwardProblem,
     ForwardProblem,
-    Operand,
     Problem,
     width_step,
 )
 
-TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.bool: "i1",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.float8_e4m3fn: "u8",  # their bits
-    torch.float8_e5m2: "u8",
-}
 COMPUTE = {torch.float64: tl.float64, torch.float32: tl.float32}
 MERGED = 512  # elements of a block of rows and their pieces, at the most: others need the registers
-ALIGNED = VECTOR_BYTES  # PyTorch's allocators align what we allocate ourselves
 FLOAT8_ARCH = 89  # whose instructions make float8 of float32
 LARGEST_CACHE = 4096  # kernels of a kind; then the oldest goes, but for launches that have it
 
@@ -150,17 +141,17 @@ def _can_chain(device: Device) -> bool:
 def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> BoundKernel:
     functions = load(pointwise.forward_source(problem))
     arguments = {
-        "operands": _pointers(problem, problem.operands),
-        "outputs": _pointers(problem, problem.outputs),
-        "statistic_ptrs": _statistics(problem),
-        **_geometry(problem, problem.operands + problem.outputs),
+        "operands": pointers(problem, problem.operands),
+        "outputs": pointers(problem, problem.outputs),
+        "statistic_ptrs": statistics(problem),
+        **geometry_of(problem, problem.operands + problem.outputs),
         "eps": Argument(TYPES[problem.compute]),
     }
     running = {"running_ptrs": tuple(Argument("*" + TYPES[dtype]) for dtype in problem.running)}
     wide = torch.float64 if torch.float64 in problem.running else problem.compute
     running["factors"] = tuple(Argument(TYPES[wide]) for _ in range(3 if problem.running else 0))
     if plan.pattern == COLUMN:
-        arguments = _lines(problem, plan, arguments, problem.operands + problem.outputs) | {"eps": arguments["eps"]}
+        arguments = of_lines(problem, plan, arguments, problem.operands + problem.outputs) | {"eps": arguments["eps"]}
         arguments |= running
         constants = _functions(functions, "load_columns", "load_lines", "load_tiles", "prologue", "epilogue")
         constants["STORE"] = functions.stream if plan.streams else functions.store
@@ -169,8 +160,9 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
         return BoundKernel(column_forward_kernel, arguments, constants, plan, device)
     constants = _functions(functions, "load_columns", "load_rows", "prologue", "epilogue", "store")
     if plan.pattern == HELD:
-        arguments = _of_pieces(problem, arguments) | {"eps": arguments["eps"]} | running
-        constants |= _functions(functions, "hold") | _held(problem, plan, device)
+        arguments = of_pieces(problem, arguments) | {"eps": arguments["eps"]} | running
+        constants |= _functions(functions, "hold", "load_lines", "pack", "unpack", "packed")
+        constants |= _held(problem, plan, device)
         constants |= {"STATISTICS": len(problem.norm.statistics), "HAS_RUNNING": bool(problem.running)}
         constants["IS_CORRECTED"] = problem.has_long_mantissas
         return BoundKernel(held_forward_kernel, arguments, constants, plan, device)
@@ -193,7 +185,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
         constants |= {"BLOCK_COLS": plan.block_cols, "CHUNKS": plan.chunks}
         constants |= {"SPLITS": plan.splits, "STAGES": plan.stages, "HAS_COPY": _has_copy(problem)}
         constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_CORRECTED": problem.has_long_mantissas}
-        return BoundKernel(team_forward_kernel, _with_mailbox(arguments), constants, plan, device)
+        return BoundKernel(team_forward_kernel, with_mailbox(arguments), constants, plan, device)
     constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     return BoundKernel(long_row_forward_kernel, arguments, constants, plan, device)
 
@@ -214,11 +206,11 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
     written = tuple(problem.gradients[i] for i in problem.written)
     operands = problem.operands + problem.grad_outputs
     arguments = {
-        "operands": _pointers(problem, operands),
-        "gradients": _pointers(problem, written),
+        "operands": pointers(problem, operands),
+        "gradients": pointers(problem, written),
         "partials": tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.reduced),
     }
-    geometry = {"statistic_ptrs": _statistics(problem), **_geometry(problem, operands + problem.gradients, True)}
+    geometry = {"statistic_ptrs": statistics(problem), **geometry_of(problem, operands + problem.gradients, True)}
     constants |= {"BLOCK_COLS": plan.block_cols, "IS_EXACT": _is_exact(problem, plan), "STAGES": plan.stages}
     constants["HAS_NEXT"] = bool(problem.reduced) and _can_chain(device)
     if plan.pattern == COLUMN:
@@ -235,28 +227,28 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         constants["MERGED"] = len(merged)
         left = grid.left(plan, problem)
         arguments["partials"] = tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in left)
-        arguments["merged_ptrs"] = _pointers(problem, [problem.gradients[k] for k in merged])
+        arguments["merged_ptrs"] = pointers(problem, [problem.gradients[k] for k in merged])
         constants["IS_LINEAR"] = pointwise.is_linear(problem)
-        arguments = _lines(problem, plan, arguments | geometry, operands + problem.gradients)
+        arguments = of_lines(problem, plan, arguments | geometry, operands + problem.gradients)
         return BoundKernel(column_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == HELD:
         constants = _functions(
-            load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_rows", "hold", "prologue",
-            "epilogue_vjp", "prologue_vjp", "store", "add_first", "settle", "store_merged", "store_first",
-            "accumulate_last", "store_last",
+            load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_rows", "hold", "pack", "unpack",
+            "packed", "prologue", "epilogue_vjp", "prologue_vjp", "store", "add_first", "settle", "store_merged",
+            "store_first", "accumulate_last", "store_last",
         )  # fmt: skip
         constants |= {"FIRST_SUMS": len(along.sums(problem).summands), "LAST_SUMS": len(problem.left_last)}
         constants |= {"MERGED": len(problem.merged), "COMPUTE": COMPUTE[problem.compute]} | _held(problem, plan, device)
         constants |= {"IS_ALIKE": problem.is_alike, "SENT": along.sent(problem), "A_WORD": along.sums_a_word(problem)}
-        arguments["merged_ptrs"] = _pointers(problem, [problem.gradients[k] for k in problem.merged])
+        arguments["merged_ptrs"] = pointers(problem, [problem.gradients[k] for k in problem.merged])
         arguments["partials"] = tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in problem.left)
-        arguments = _of_pieces(problem, arguments | geometry)
+        arguments = of_pieces(problem, arguments | geometry)
         return BoundKernel(held_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
         constants |= _functions(load(pointwise.backward_source(problem)), "hold")
         constants |= {"HAS_COPY": _has_copy(problem), "KEEPS": plan.keeps}
-        return BoundKernel(team_backward_kernel, _with_mailbox(arguments | geometry), constants, plan, device)
+        return BoundKernel(team_backward_kernel, with_mailbox(arguments | geometry), constants, plan, device)
     if plan.pattern == ROW:
         constants |= _functions(load(pointwise.backward_source(problem)), "hold")
         constants |= {"BLOCK_ROWS": plan.block_rows, "CHUNKS": plan.chunks}
@@ -271,7 +263,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         geometry["row_programs"] = Argument("i32")
         is_fused = _is_fused(problem)
         return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device, is_fused)
-    sums = {"sum_ptrs": _statistics(problem)}
+    sums = {"sum_ptrs": statistics(problem)}
     return BoundKernel(long_row_backward_kernel, arguments | sums | geometry, constants, plan, device)
 
 
@@ -294,10 +286,10 @@ def backward_sums(problem: BackwardProblem, plan: Plan, device: Device, load: Lo
     }
     operands = problem.operands + problem.grad_outputs
     arguments = {
-        "operands": _pointers(problem, operands),
-        "sum_ptrs": _statistics(problem),
-        "statistic_ptrs": _statistics(problem),
-        **_geometry(problem, operands + problem.gradients),
+        "operands": pointers(problem, operands),
+        "sum_ptrs": statistics(problem),
+        "statistic_ptrs": statistics(problem),
+        **geometry_of(problem, operands + problem.gradients),
     }
     return BoundKernel(long_row_sums_kernel, arguments, constants, plan, device)
 
@@ -345,35 +337,12 @@ def _held(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
         "BLOCK_COLS": plan.block_cols,
         "CHUNKS": plan.chunks,
         "MOST": plan.splits,
+        "SHARE": min(2, max(1, plan.splits // (plan.warps * device.warp_size))),
         "STAGES": plan.stages,
+        "IS_AHEAD": plan.ahead > 0 and plan.splits > 1,
     }
     is_exact = problem.cols_divisor % plan.block_cols == 0
     return constants | {"FULL_CHUNKS": plan.chunks - (not is_exact), "RECOMPUTES": _recomputes(plan, device)}
-
-
-def _of_pieces(problem: Problem, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of pattern `held`, but for eps and running statistics."""
-    number = _number_type(problem)
-    named = ("operands", "outputs", "gradients", "merged_ptrs", "partials")
-    return {
-        **{name: arguments[name] for name in named if name in arguments},
-        "mailbox": Argument("*i64", ALIGNED),
-        "statistic_ptrs": arguments["statistic_ptrs"],
-        "strides": arguments["strides"],
-        "sizes": arguments["sizes"],
-        **({"rows": arguments["rows"]} if isinstance(problem, BackwardProblem) else {}),
-        "statistics": Argument(number),
-        "pieces": Argument(number),
-        "inner": Argument(number),
-        "cols": arguments["cols"],
-    }
-
-
-def _with_mailbox(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Before the statistics."""
-    names = list(arguments)
-    before = names[: names.index("statistic_ptrs")]
-    return {name: arguments[name] for name in before} | {"mailbox": Argument("*i64", ALIGNED)} | arguments
 
 
 def _recomputes(plan: Plan, device: Device) -> bool:
@@ -424,77 +393,5 @@ def _walk(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
     return constants | {"HAS_FULL_BLOCKS": problem.rows_divisor % plan.block_rows == 0}
 
 
-def _lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: Sequence[Operand]) -> dict[str, Any]:
-    """The arguments, words for what programs tell each other, and where the lines lie."""
-    named = ("operands", "outputs", "gradients", "merged_ptrs", "partials")
-    word = Argument(f"*i{8 * problem.compute.itemsize}", ALIGNED)
-    pair = (word, word) if problem.has_tasks else ()
-    is_backward = isinstance(problem, BackwardProblem)
-    more = (word,) * len(arguments["merged_ptrs"]) if is_backward else pair[: problem.has_long_mantissas]
-    geometry = _geometry(problem, tensors)
-    offset = _number_type(problem)
-    divisor = min(problem.rows_divisor, plan.block_rows)
-    layout = {"block_stride": divisor, "limit": problem.rows_divisor, "unit_stride": plan.block_rows}
-    return {
-        **{name: arguments[name] for name in named if name in arguments},
-        "piece_ptrs": pair + more,
-        "row_ptrs": pair,
-        "statistic_ptrs": arguments["statistic_ptrs"],
-        "strides": geometry["strides"],
-        "sizes": geometry["sizes"],
-        "rows": Argument(offset, problem.rows_divisor),
-        "statistics": Argument("i64"),
-        "layout": tuple(Argument(offset, layout.get(name, 1)) for name in grid.Layout._fields),
-        "order": tuple(Argument("i32") for _ in grid.Order._fields),
-        "reciprocals": (Argument("u32"), Argument("i32")) * 5,
-        "cols": Argument(offset, geometry["cols"].divisor),
-        "spans": (Argument(offset, plan.block_cols), Argument(offset, plan.block_cols), Argument(offset)),
-        "first_tasks": tuple(Argument(offset) for _ in range(5)),
-    }
-
-
 def _functions(module: ModuleType, *names: str) -> dict[str, Any]:
     return {name.upper(): getattr(module, name) for name in names}
-
-
-def _pointers(problem: Problem, operands: Sequence[Operand]) -> tuple[Argument, ...]:
-    """Where rows begin anywhere, and each element is moved alone, nobody is told that a weight lies better: threads would
-    have 8 neighbours of it each, and the same columns of a row, lane by lane 16 bytes apart."""
-    is_told = problem.has_vectors or problem.norm.is_by_channel
-    return tuple(
-        Argument(TYPES[problem.compute if operand.dtype.is_floating_point else operand.dtype])
-        if operand.axes == NUMBER
-        else Argument("*" + TYPES[operand.dtype], ALIGNED if operand.is_aligned and is_told else 1)
-        for operand in operands
-    )
-
-
-def _statistics(problem: Problem) -> tuple[Argument, ...]:
-    norm = problem.norm
-    names = norm.saved if isinstance(problem, BackwardProblem) else norm.statistics
-    return tuple(Argument("*" + TYPES[problem.compute], ALIGNED) for _ in names)
-
-
-def _geometry(problem: Problem, tensors: Sequence[Operand], has_groups: bool = False) -> dict[str, Any]:
-    strides = sorted(
-        {stride for tensor in tensors for stride in tensor.row_strides + tensor.col_strides if stride.literal is None},
-        key=lambda stride: stride.slot,
-    )
-    of_rows = _number_type(problem)
-    has_one_axis = all(len(tensor.row_strides) == 1 for tensor in tensors)
-    of_sizes = of_rows if problem.norm.is_by_channel or not has_one_axis else _column_type(problem)
-    return {
-        "strides": tuple(Argument("i64", stride.divisor) for stride in strides),
-        "sizes": tuple(Argument(of_sizes, divisor) for divisor in problem.size_divisors),
-        "rows": Argument(of_rows, problem.rows_divisor),
-        **({"groups": Argument(of_rows)} if has_groups else {}),
-        "cols": Argument(_column_type(problem), problem.cols_divisor),
-    }
-
-
-def _number_type(problem: Problem) -> str:
-    return "i64" if problem.has_long_numbers else "i32"
-
-
-def _column_type(problem: Problem) -> str:
-    return "i32" if problem.cols_class <= LARGEST_CLASS else "i64"

@@ -101,7 +101,7 @@ def _direct(compiled: Any, constants: tuple[Any, ...]) -> Callable[..., None] | 
     def run(grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
         given = [tuple(map(_address, a)) if type(a) is tuple else _address(a) for a in arguments]
         stream = current_stream(current_device())
-        launch(grid[0], grid[1] if len(grid) > 1 else 1, 1, stream, function, *options, *given, *constants)
+        launch(*(*grid, 1, 1)[:3], stream, function, *options, *given, *constants)
 
     return run
 

@@ -100,7 +100,7 @@ def _by_lines(problem: ForwardProblem | BackwardProblem) -> list[str]:
     else:
         written = [problem.gradients[i] for i in problem.written]
         stream = _store(problem, written, problem.written, "gradients", "stream")
-    return [_load_lines(problem), _load_tiles(problem), stream]
+    return [_load_lines(problem), _load_tiles(problem), stream, *_carried(problem)]
 
 
 def _of_lines(problem: BackwardProblem) -> list[str]:
@@ -294,6 +294,31 @@ def _hold(problem: Problem) -> str:
         is_held = operand.axes in TILES and operand.dtype.itemsize <= 4
         values.append(f"ours.held(values[{k}], {4 // operand.dtype.itemsize})" if is_held else f"values[{k}]")
     return _function("hold", "values", [], _tuple(values))
+
+
+def _carried(problem: Problem) -> list[str]:
+    """How what was loaded of a tile goes on to the next round of a loop: halves by pairs, as each would take a register of
+    its own there. `unpack` returns what `load_rows` did, with what is the same along lines as `load_lines` gave it."""
+    packed: list[str] = []
+    unpacked: list[str] = []
+    empty: list[str] = []
+    lines = 0
+    operands = [operand for _, _, operand in loaded(problem) if operand.axes in BY_ROW]
+    for k, operand in enumerate(operands):
+        if operand.axes not in TILES:
+            unpacked.append(f"lines[{lines}]")
+            lines += 1
+            continue
+        word, dtype = f"words[{len(packed)}]", TYPES.get(operand.dtype, "tl.uint8")  # of float8: the bits
+        is_half = operand.dtype.itemsize == 2
+        packed.append(f"ours.packed(values[{k}])" if is_half else f"values[{k}]")
+        unpacked.append(f"ours.unpacked({word}, {dtype})" if is_half else word)
+        empty.append("tl.zeros((ROWS, COLS // 2), tl.uint32)" if is_half else f"tl.zeros((ROWS, COLS), {dtype})")
+    return [
+        _function("pack", "values", [], _tuple(packed)),
+        _function("unpack", "words, lines", [], _tuple(unpacked)),
+        _function("packed", "ROWS: tl.constexpr, COLS: tl.constexpr", [], _tuple(empty)),
+    ]
 
 
 def _unpack(problem: Problem, wanted: Sequence[str]) -> list[str]:

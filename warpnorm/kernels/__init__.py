@@ -11,7 +11,8 @@ blocks      a row in registers, as blocks of columns
 long_row    it does not: walk it by blocks, twice
 team        programs that share a row and run at the same time exchange their sums
 held        rows in pieces that stay in the registers of a team from their statistic to their result
-messages    how those of `held` tell each other numbers
+pieces      what `held` does with such rows: lines, sums, and what a team's programs make of them
+messages    how those of `held` and `team` tell each other numbers
 column      rows in pieces or side by side: the norms by channel, by tiles of lines
 tasks       which of the tasks of `column` a program has, and where its tile lies
 merge       the statistics of rows from those of their pieces
@@ -27,6 +28,8 @@ LOAD_ROWS      the operands that do                               -> tuple of (r
 LOAD_LINES     of these, those that are the same along a line     -> tuple of (rows, 1) values
 LOAD_TILES     the others, and both together as LOAD_ROWS gives them
 HOLD           those values again, from which the prologue is computed a second time
+PACK, UNPACK   values of a tile                                   -> as they go on to the next round of a loop, and back
+PACKED         the shape of a tile                                -> the same of no row
 ROW_NUMBERS    row offsets of backward                            -> those of forward
 PROLOGUE       values, columns, place                             -> c, in the dtype of computation
 EPILOGUE       xhat, c, values, columns, place                    -> tuple of outputs

@@ -11,55 +11,76 @@ import triton.language as tl
 
 BOXES = tl.constexpr(4)
 
-# Waits for the word at $2 to carry the round $3, and gives its two halves. Every thread waits for itself: a second read,
-# once another thread had seen the word arrive, would take as long as the wait. The word is sent by an atomic operation: an
-# ordinary store is overtaken by those reads (RMSNorm backward, 16384 columns: 82 % of copy speed, 51 with a store).
-RECEIVE = tl.constexpr(
-    """{
-    .reg .pred is_other;
-    .reg .b64 word;
-    .reg .b32 low, high, round;
-    again:
-    ld.relaxed.gpu.global.b64 word, [$2];
-    mov.b64 {low, high}, word;
-    and.b32 round, high, 3;
-    setp.ne.b32 is_other, round, $3;
-    @is_other bra again;
-    mov.b32 $0, low;
-    mov.b32 $1, high;
-    }"""
-)
 
-# The same of two words, at $4 and $5, which it asks for at once
-RECEIVE_TWO = tl.constexpr(
-    """{
-    .reg .pred is_other;
-    .reg .b64 word, word_2;
-    .reg .b32 low, high, low_2, high_2, round;
-    again:
-    ld.relaxed.gpu.global.b64 word, [$4];
-    ld.relaxed.gpu.global.b64 word_2, [$5];
-    mov.b64 {low, high}, word;
-    mov.b64 {low_2, high_2}, word_2;
-    and.b32 round, high, 3;
-    setp.ne.b32 is_other, round, $6;
-    and.b32 round, high_2, 3;
-    setp.ne.or.b32 is_other, round, $6, is_other;
-    @is_other bra again;
-    mov.b32 $0, low;
-    mov.b32 $1, high;
-    mov.b32 $2, low_2;
-    mov.b32 $3, high_2;
-    }"""
-)
+def receiving(words: int, pack: int) -> tuple[str, str]:
+    """Assembler that waits for some words to carry a round, and gives their halves; and its constraints. `pack` elements of
+    each tensor are one thread's: addresses of the first word, of the second, the round; and the two halves of the first
+    word, of the second.
+
+    A thread asks for all its words at once, and its warp goes on when they are all there: threads that go on alone would
+    take the compiler's slow way through every shuffle after that. A second read, once another thread had seen the word
+    arrive, would take as long as the wait. The word is sent by an atomic operation: an ordinary store is overtaken by those
+    reads (RMSNorm backward, 16384 columns: 82 % of copy speed, 51 with a store)."""
+    count = words * pack
+    loads, moves, tests = [], [], []
+    for k in range(count):
+        word, of_pack = divmod(k, pack)
+        low, high = (f"${(2 * word + half) * pack + of_pack}" for half in range(2))
+        round_of = f"${3 * count + of_pack}"
+        loads.append(f"ld.relaxed.gpu.global.b64 word_{k}, [${2 * count + k}];")
+        moves.append(f"mov.b64 {{{low}, {high}}}, word_{k};")
+        tests.append(f"and.b32 round, {high}, 3;")
+        tests.append(f"setp.ne{'.or' if k else ''}.b32 is_other, round, {round_of}{', is_other' if k else ''};")
+    lines = [
+        "{",
+        ".reg .pred is_other;",
+        f".reg .b64 {', '.join(f'word_{k}' for k in range(count))};",
+        ".reg .b32 round;",
+        "again:",
+        *loads,
+        *moves,
+        *tests,
+        "vote.sync.any.pred is_other, is_other, 0xffffffff;",
+        "@is_other bra again;",
+        "}",
+    ]
+    constraints = ["=&r"] * (2 * count) + ["l"] * count + ["r"] * pack
+    return "\n".join(lines), ",".join(constraints)
+
+
+RECEIVE, FOR_ONE = map(tl.constexpr, receiving(1, 1))
+RECEIVE_PAIR, FOR_PAIR = map(tl.constexpr, receiving(1, 2))
+RECEIVE_TWO, FOR_TWO = map(tl.constexpr, receiving(2, 1))
+RECEIVE_TWO_PAIRS, FOR_TWO_PAIRS = map(tl.constexpr, receiving(2, 2))
 A_WARP = tl.constexpr(32)  # threads, whose sums take no shared memory
 TWO_HALVES = tl.constexpr(64)  # programs whose messages come in two halves, of which a thread has one each
 
 
 @triton.jit
+def member():
+    """Which program of its team this is: along the first axis or the last, of which one is 1 (`plan/grid.py`)."""
+    return tl.program_id(0) + tl.program_id(2)
+
+
+@triton.jit
+def team_size():
+    return tl.num_programs(0) * tl.num_programs(2)
+
+
+@triton.jit
+def team_number():
+    return tl.program_id(1)
+
+
+@triton.jit
+def teams():
+    return tl.num_programs(1)
+
+
+@triton.jit
 def last_message(mailbox, splits, WORDS: tl.constexpr = 1):
     """The number of the last message that this program sent: the boxes up to it are of the round of the first."""
-    own = tl.program_id(0) * BOXES * WORDS * splits + tl.program_id(1)
+    own = team_number() * BOXES * WORDS * splits + member()
     first = (tl.load(mailbox + own) >> 32).to(tl.int32) & 3
     number = first * BOXES
     for box in tl.static_range(1, BOXES):
@@ -69,7 +90,7 @@ def last_message(mailbox, splits, WORDS: tl.constexpr = 1):
 
 @triton.jit
 def box_of(mailbox, number, splits, WORD: tl.constexpr, WORDS: tl.constexpr):
-    return mailbox + ((tl.program_id(0) * BOXES + number % BOXES) * WORDS + WORD) * splits
+    return mailbox + ((team_number() * BOXES + number % BOXES) * WORDS + WORD) * splits
 
 
 @triton.jit
@@ -90,24 +111,50 @@ def send(
     else:
         high = tl.zeros((1,), tl.int64) + round
     box = box_of(mailbox, number, splits, WORD, WORDS)
-    tl.atomic_xchg(box + tl.program_id(1) + tl.arange(0, 1), (high << 32) | low, sem="relaxed", scope="gpu")
+    tl.atomic_xchg(box + member() + tl.arange(0, 1), (high << 32) | low, sem="relaxed", scope="gpu")
+
+
+@triton.jit
+def wait_for(first, second, round, COUNT: tl.constexpr, PACK: tl.constexpr):
+    """The halves of words, at the addresses `first`, and `second` if COUNT is 2."""
+    if COUNT == 1 and PACK == 1:
+        return tl.inline_asm_elementwise(
+            RECEIVE, FOR_ONE, [first, round], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        )
+    elif COUNT == 1:
+        return tl.inline_asm_elementwise(
+            RECEIVE_PAIR, FOR_PAIR, [first, round], dtype=(tl.int32, tl.int32), is_pure=False, pack=2
+        )
+    elif PACK == 1:
+        return tl.inline_asm_elementwise(
+            RECEIVE_TWO, FOR_TWO, [first, second, round], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False,
+            pack=1,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            RECEIVE_TWO_PAIRS, FOR_TWO_PAIRS, [first, second, round], dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False, pack=2,
+        )  # fmt: skip
 
 
 @triton.jit
 def messages(
     mailbox, number, splits, MOST: tl.constexpr, WORD: tl.constexpr = 0, WORDS: tl.constexpr = 1,
-    IS_POSITIVE: tl.constexpr = False,
+    IS_POSITIVE: tl.constexpr = False, COUNT: tl.constexpr = 1, PACK: tl.constexpr = 1,
 ):  # fmt: skip
-    """The two numbers of every program of the team, which has `splits`, (MOST,), and which these are. Not as the columns of
-    a tile: a thread would have several of them then, and wait for one after another."""
+    """The two numbers of every program of the team, which has `splits`, (MOST,), and which these are; COUNT: of two words,
+    of which the first may be positive. Not as the columns of a tile: a thread would have several of them then, and wait for
+    one after another. PACK: two where a thread has two of them."""
     lanes = tl.arange(0, MOST)
-    members = tl.minimum(lanes, splits - 1)  # nobody waits for a program that is not there
-    first, second = tl.inline_asm_elementwise(
-        RECEIVE, "=r,=r,l,r",
-        [(box_of(mailbox, number, splits, WORD, WORDS) + members).to(tl.int64), members * 0 + ((number // BOXES) & 3)],
-        dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-    )  # fmt: skip
-    return told(first, second, lanes, splits, IS_POSITIVE)
+    box = box_of(mailbox, number, splits, WORD, WORDS)
+    words = (box + tl.minimum(lanes, splits - 1)).to(tl.int64)  # nobody waits for a program that is not there
+    found = wait_for(words, words + splits * 8, lanes * 0 + ((number // BOXES) & 3), COUNT, PACK)
+    first, second, here = told(found[0], found[1], lanes, splits, IS_POSITIVE)
+    if COUNT == 1:
+        return first, second, here
+    else:
+        third, fourth, _ = told(found[2], found[3], lanes, splits, False)
+        return first, second, here, third, fourth
 
 
 @triton.jit
@@ -133,10 +180,7 @@ def messages_by_warps(mailbox, number, splits, MOST: tl.constexpr, IS_POSITIVE: 
         round = threads * 0 + ((number // BOXES) & 3)
         here = (box + tl.minimum(threads, splits - 1)).to(tl.int64)
         there = (box + tl.minimum(threads + A_WARP, splits - 1)).to(tl.int64)
-        first, second, first_there, second_there = tl.inline_asm_elementwise(
-            RECEIVE_TWO, "=r,=r,=r,=r,l,l,r", [here, there, round],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
-        )  # fmt: skip
+        first, second, first_there, second_there = wait_for(here, there, round, 2, 1)
         return (
             told(first, second, threads, splits, IS_POSITIVE),
             told(first_there, second_there, threads + A_WARP, splits, IS_POSITIVE),

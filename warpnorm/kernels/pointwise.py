@@ -40,6 +40,21 @@ def widened(x):
 
 
 @triton.jit
+def packed(x):
+    """Neighbours of two bytes each as one word: (rows, cols) -> (rows, cols // 2)."""
+    low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) | low
+
+
+@triton.jit
+def unpacked(words, DTYPE: tl.constexpr):
+    low = words.to(tl.uint16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 2))
+
+
+@triton.jit
 def unordered(x):
     """Offsets, of which the compiler does not know that they follow each other: see `bind.py`. On NVIDIA's GPUs alone."""
     if x.dtype == tl.int64:

@@ -10,7 +10,18 @@ import triton.language as tl
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
 from warpnorm.kernels.chain import let_next_begin
 from warpnorm.kernels.masks import block_columns, rows_mask
-from warpnorm.kernels.messages import TWO_HALVES, last_message, messages, messages_by_warps, of_row, product, send
+from warpnorm.kernels.messages import (
+    TWO_HALVES,
+    last_message,
+    member,
+    messages,
+    messages_by_warps,
+    of_row,
+    product,
+    send,
+    team_number,
+    teams,
+)
 from warpnorm.kernels.statistics import (
     add_terms,
     corrected,
@@ -133,7 +144,7 @@ def begin_forward(
     row_offsets = row + tl.arange(0, 1)
     row_mask = rows_mask(row_offsets, rows)
     values, places = load_rows(
-        tl.program_id(1) * CHUNKS, row_offsets, row_mask, row_offsets, operands, strides, sizes, cols,
+        member() * CHUNKS, row_offsets, row_mask, row_offsets, operands, strides, sizes, cols,
         LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS,
     )  # fmt: skip
     c = compute_row(values, columns, places, PROLOGUE, CHUNKS)
@@ -141,7 +152,7 @@ def begin_forward(
         if IS_AT_ONCE:
             sums = mean_and_squares(c, places, row_mask, CHUNKS, CHUNKS)
         else:
-            count = tl.minimum(tl.maximum(cols - tl.program_id(1) * PART, 1), PART)  # a part may be empty
+            count = tl.minimum(tl.maximum(cols - member() * PART, 1), PART)  # a part may be empty
             mean = row_mean(c, places, count, True, CHUNKS, False)
             if RECOMPUTES:
                 c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
@@ -169,9 +180,9 @@ def finish_forward(
     statistics = receive_statistics(
         mailbox, number, cols, eps, IS_CENTERED, IS_CORRECTED, IS_EVEN, BLOCK_COLS * CHUNKS, SPLITS
     )
-    store_statistics(statistic_ptrs, statistics, row_offsets, row_mask & (tl.program_id(1) == 0), IS_CENTERED)
+    store_statistics(statistic_ptrs, statistics, row_offsets, row_mask & (member() == 0), IS_CENTERED)
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
+        col_offsets, col_mask = block_columns(member() * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         mask = row_mask[:, None] & col_mask[None, :]
         place = (row_offsets, col_offsets, cols, mask)
         values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
@@ -188,9 +199,9 @@ def walk_forward(
     RECOMPUTES: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr,
     IS_EVEN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    row, programs = tl.program_id(0).to(rows.dtype), tl.num_programs(0)
+    row, programs = team_number().to(rows.dtype), teams()
     FULL_CHUNKS: tl.constexpr = CHUNKS if IS_EXACT else 0
-    first = tl.program_id(1) * CHUNKS
+    first = member() * CHUNKS
     columns = load_columns(first, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     number = last_message(mailbox, SPLITS) + 1
     begin_forward(
@@ -221,7 +232,7 @@ def is_full(cols, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.c
     """Whether all columns of this program's part are there: then it needs no masks, which are a third of the instructions
     where elements are moved alone. Of a row that does not fill its team that is so of most parts. HAS_COPY: whether anybody
     asks, so that there is a second copy of the walk."""
-    return IS_EXACT or (HAS_COPY and (tl.program_id(1) + 1) * (BLOCK_COLS * CHUNKS) <= cols)
+    return IS_EXACT or (HAS_COPY and (member() + 1) * (BLOCK_COLS * CHUNKS) <= cols)
 
 
 @triton.jit
@@ -262,7 +273,7 @@ def begin_row(
     state = start_walk(tl.zeros((1, BLOCK_COLS), COMPUTE), IS_CENTERED)
     kept = ()
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
+        col_offsets, col_mask = block_columns(member() * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         mask = row_mask[:, None] & col_mask[None, :]
         place = (numbers, col_offsets, cols, mask)
         values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
@@ -293,7 +304,7 @@ def finish_row(
     sums = receive(mailbox, number, SPLITS, IS_CENTERED)
     added = ()
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
+        col_offsets, col_mask = block_columns(member() * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         mask = row_mask[:, None] & col_mask[None, :]
         place = (numbers, col_offsets, cols, mask)
         if KEEPS:
@@ -306,7 +317,7 @@ def finish_row(
         grad_c = gradient(from_epilogue[0], xhat, sums, statistics, cols, IS_CENTERED, COLS)
         results = PROLOGUE_VJP(grad_c, from_epilogue, values, columns[chunk], place)
         STORE(gradients, results, strides, sizes, row_offsets, col_offsets, mask)
-        part = tl.program_id(1) * CHUNKS + chunk
+        part = member() * CHUNKS + chunk
         STORE_ROW_SUMS(partials, results, strides, sizes, row_offsets, row_mask, mask, part, rows)
         added += (ACCUMULATE(accumulators[chunk], results, mask),)
     return added
@@ -348,8 +359,8 @@ def walk_share(
         KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN, SPLITS,
     )  # fmt: skip
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
-        slot = (share * SPLITS + tl.program_id(1)) * CHUNKS + chunk
+        col_offsets, col_mask = block_columns(member() * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
+        slot = (share * SPLITS + member()) * CHUNKS + chunk
         STORE_PARTIALS(partials, accumulators[chunk], share, slot, col_offsets, col_mask, cols)
     return number + 1
 
@@ -364,10 +375,10 @@ def walk_backward(
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_EVEN: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program, programs = team_number(), teams()
     columns = ()
     for chunk in tl.static_range(CHUNKS):
-        col_offsets, col_mask = block_columns(tl.program_id(1) * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
+        col_offsets, col_mask = block_columns(member() * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         columns += (LOAD_COLUMNS(operands, strides, sizes, col_offsets, col_mask),)
     number = last_message(mailbox, SPLITS) + 1
     if HAS_GROUPS:  # which may be more than there are teams: each takes several

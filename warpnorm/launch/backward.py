@@ -98,7 +98,7 @@ class BackwardLaunch(_Launch):
                 yield self.sums_kernel, (space.rows, 1), read, *shared, statistics, *before, space.cols
         partials = totals if self.are_few else partials  # there are none
         given = (read, written, partials, *shared, statistics, *before, space.groups, space.cols, *after)
-        yield self.kernel, programs, *given
+        yield self.kernel, grid.launched(self.plan, programs), *given
         if self.column_sum is not None and not self.are_few:
             yield sum_step(self.column_sum, self.column_sum_plan, partials, totals, self.sums)
 

@@ -65,7 +65,7 @@ def describe(kernel: BoundKernel, grid: tuple[int, ...], *arguments: Any) -> tup
     params += [(VALUE, 0)] * hidden
     threads = of.num_warps * of.target.warp_size
     how = (bool(of.launch_pdl), bool(of.launch_cooperative_grid))
-    return compiled.function, *(*grid, 1)[:2], threads, of.shared, *how, tuple(params)
+    return compiled.function, *(*grid, 1, 1)[:3], threads, of.shared, *how, tuple(params)
 
 
 def _param(type: str, value: Any) -> tuple[Any, ...]:

@@ -69,7 +69,8 @@ class ForwardLaunch:
     ) -> Iterator[tuple[Any, ...]]:
         """Each a kernel, how many programs, and what it is handed over: tensors, or what stands for them."""
         running = of_running if self.plan.pattern == ROW else ()
-        yield self.kernel, self.programs, operands, outputs, *shared, statistics, *self.geometry, *running
+        programs = grid.launched(self.plan, self.programs)
+        yield self.kernel, programs, operands, outputs, *shared, statistics, *self.geometry, *running
 
     @cached_property
     def units(self) -> int:

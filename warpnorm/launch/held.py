@@ -19,7 +19,8 @@ class HeldForwardLaunch(ForwardLaunch):
     def steps(
         self, operands: Any, outputs: Any, statistics: Any, shared: Any, of_running: tuple[Any, Any]
     ) -> Iterator[tuple[Any, ...]]:
-        yield self.kernel, self.programs, operands, outputs, *shared, statistics, *self.geometry, *of_running
+        programs = grid.launched(self.plan, self.programs)
+        yield self.kernel, programs, operands, outputs, *shared, statistics, *self.geometry, *of_running
 
     @cached_property
     def units(self) -> int:
@@ -42,7 +43,8 @@ class HeldBackwardLaunch(ChannelBackwardLaunch):
     ) -> Iterator[tuple[Any, ...]]:
         lines = (*_lines(self.space), self.space.rows)
         others = (written, merged, partials, *shared, statistics, *lines, *_rows(self.space))
-        yield self.kernel, grid.held(self.plan, self.space), read, *others
+        programs = grid.launched(self.plan, grid.held(self.plan, self.space))
+        yield self.kernel, programs, read, *others
 
     @cached_property
     def shared(self) -> Shared:

@@ -118,7 +118,7 @@ struct Launch {
   };
   void* function = nullptr;
   std::vector<Param> params;
-  unsigned grid[2] = {1, 1}, threads = 0, shared = 0;
+  unsigned grid[3] = {1, 1, 1}, threads = 0, shared = 0;
   bool is_chained = false, is_cooperative = false;
 
   int (*pool)(void*, void**, const int64_t*, const double*, int64_t) = nullptr;
@@ -165,7 +165,7 @@ struct Launch {
     }
     CUlaunchConfig config;
     std::memset(&config, 0, sizeof(config));
-    config.gridDimX = grid[0], config.gridDimY = grid[1], config.gridDimZ = 1;
+    config.gridDimX = grid[0], config.gridDimY = grid[1], config.gridDimZ = grid[2];
     config.blockDimX = threads, config.blockDimY = config.blockDimZ = 1;
     config.sharedMemBytes = shared;
     config.hStream = static_cast<CUstream>(stream);
@@ -681,15 +681,15 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-/* Of (function, grid, grid, threads, shared, is_chained, is_cooperative, params), or (function, pool, numbers, reals, parts,
-   ratio, params). */
+/* Of (function, grid, grid, grid, threads, shared, is_chained, is_cooperative, params), or (function, pool, numbers, reals,
+   parts, ratio, params). */
 bool read_launch(PyObject* given, Launch& launch) {
   unsigned long long function, pool, numbers, reals;
   PyObject* params;
-  if (PyTuple_Size(given) == 8) {
+  if (PyTuple_Size(given) == 9) {
     int is_chained, is_cooperative;
-    if (!PyArg_ParseTuple(given, "KIIIIppO!", &function, &launch.grid[0], &launch.grid[1], &launch.threads, &launch.shared,
-                          &is_chained, &is_cooperative, &PyTuple_Type, &params))
+    if (!PyArg_ParseTuple(given, "KIIIIIppO!", &function, &launch.grid[0], &launch.grid[1], &launch.grid[2], &launch.threads,
+                          &launch.shared, &is_chained, &is_cooperative, &PyTuple_Type, &params))
       return false;
     launch.is_chained = is_chained != 0, launch.is_cooperative = is_cooperative != 0;
   } else {

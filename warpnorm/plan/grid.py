@@ -23,6 +23,7 @@ WIDEST_FEW = 4096  # columns: beyond, kernels have no registers to spare
 # LayerNorm of 8 x 256 fp32 takes 1.4 us so and 2.0 otherwise, of 8 x 128 1.6 and 2.7, of 512 x 256 1.8 and 2.2; with 1024
 # programs, of 4096 x 64 fp16, 2.3 and 2.1
 FEW_PROGRAMS = 512
+MANY_A_UNIT = 4  # programs of teams on a multiprocessor
 
 
 class Sum(NamedTuple):
@@ -65,6 +66,18 @@ def backward(plan: Plan, space: Space) -> tuple[int, int]:
     if plan.pattern == LONG_ROW:
         return by_cols, by_rows
     return (min(by_rows, plan.programs), plan.splits) if plan.pattern == TEAM else (by_rows, 1)
+
+
+def launched(plan: Plan, programs: tuple[int, int]) -> tuple[int, ...]:
+    """In what order. A GPU starts programs in the order of their numbers, the first axis first, one on each multiprocessor
+    in turn. Where those of a team come one after another, the programs of a multiprocessor are of several teams, and compute
+    while others wait. In microseconds, and with as many of a team on it as the numbers happen to give: BatchNorm of 256 x 64
+    x 112 x 112 forward and backward 256 and 413, 261 and 423; silu(x) * r -> LayerNorm at 16384 backward 362, 405; LayerNorm
+    at 262144 149, 152; but where there are few on a multiprocessor, its backward 260 and 251, LayerNorm fp32 at 65536 148
+    and 145."""
+    if plan.pattern == HELD or (plan.pattern == TEAM and plan.per_unit >= MANY_A_UNIT):
+        return programs[1], programs[0]
+    return (1, *programs) if plan.pattern == TEAM else programs
 
 
 def sum_tile(plan: Plan, problem: BackwardProblem) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Plans of pattern `held`: rows that lie in pieces, and stay in registers between their statistic and their result.
-Percentages are of copy speed, measured on an H200, in brackets those of pattern `column`: BatchNorm is of 64 x 256 x 56 x
-56, GroupNorm of 32 x 320 x 64 x 64."""
+Percentages are of copy speed, measured on an H200, in square brackets what pattern `column` takes: BatchNorm is of 64 x 256
+x 56 x 56, GroupNorm of 32 x 320 x 64 x 64."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from warpnorm.plan.plan import HELD, Plan
 from warpnorm.problem import VECTOR_BYTES, BackwardProblem, ForwardProblem, is_varying
 from warpnorm.space import Space
 
-MOST_PROGRAMS = (1, 16, 64, 256)  # of a team; each needs another kernel
+MOST_PROGRAMS = (1, 16, 32, 64, 256)  # of a team; each needs another kernel
 LARGEST_BLOCK, SMALLEST_BLOCK = 1024, 64
 # Rounds of teams that are so few that it pays to have more programs and no pipeline, if the last is nearly full
 FEW_ROUNDS, NEARLY = 2, 0.9
@@ -21,7 +21,8 @@ class Share(NamedTuple):
     """Of a program with so many warps: the bytes that a thread has of some lines; how many programs a multiprocessor has by
     the bytes of a thread, of one line if need be, and how many where there are few rounds; how deep the pipeline of loads
     is; and how few teams on the device hide each other's waiting. Up to `kept` bytes of a thread, what was computed of them
-    stays in registers until the results."""
+    stays in registers until the results. `ahead`: a row is begun before the one before it is finished, where there are
+    many rounds. Larger teams than `members` are for the next share."""
 
     warps: int
     held: int
@@ -30,6 +31,8 @@ class Share(NamedTuple):
     stages: int
     teams: int = 8
     kept: int = 0
+    ahead: int = 0
+    members: int = MOST_PROGRAMS[-1]
 
 
 def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device) -> Plan | None:
@@ -46,38 +49,58 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
         tile = _tile(space, threads * share.held // loaded, at_once)
         if tile is None and space.cols * loaded <= threads * max(share.programs):
             tile = _tile(space, threads * max(share.programs) // loaded, at_once)
-        if tile is not None:
-            return _plan(space, device, share, *tile, loaded, counts_rows=problem.norm.rows == CHANNEL)
+        if tile is None or -(-space.pieces // tile[0]) > share.members:
+            continue
+        if plan := _plan(space, device, share, *tile, loaded, counts_rows=problem.norm.rows == CHANNEL):
+            return plan
     return None
 
 
 def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Share, ...]:
+    """Times in microseconds, in brackets those of rows that are not begun ahead, with the best other numbers."""
     is_half = needs.itemsize(problem) <= 2
     is_quick = needs.is_quick(problem)
     if tensors > 2:
-        return ()  # residual + BatchNorm + ReLU backward, fp16: 65 [71]
+        return ()  # residual + BatchNorm + ReLU backward, fp16: 65 % [71]
     if isinstance(problem, BackwardProblem):
         if not is_half:
-            # BatchNorm fp32 86 [76], 81 with 5, computed again 82
-            return Share(2, 200, {400: 6}, 6, 1, kept=400), Share(4, 200, {400: 3}, 3, 1, kept=400)
+            # BatchNorm fp32 87 % [76], 81 with 5, computed again 82, begun ahead 84. Longer lines, 32 x 64 x 112 x 112: 95
+            # by 8 warps, pattern `column` 124; of 256 images 911 and 935
+            return (
+                Share(2, 200, {400: 6}, 6, 1, kept=400),
+                Share(4, 200, {400: 3}, 3, 1, kept=400),
+                Share(8, 200, {400: 2}, 0, 1, teams=1),
+            )
         if not is_quick:
-            # GroupNorm + SiLU 55 [44], 47 with 4; computed again 46, and 52 with 4
-            return (Share(4, 200, {260: 3}, 4, 3, kept=260),)
-        # BatchNorm fp16 79 [63], 71 with 7, computed again 77; GroupNorm bf16 86 [70], 81 with 5, computed again 76. Of 8
-        # images 59 [46], 44 with 6 and a pipeline. Longer lines: 32 x 64 x 112 x 112 66 [54]; of 8 images, which would be
-        # one round, 58 [66]
-        short = Share(2, 200, {128: 8, 160: 7, 260: 6}, 8, 3, kept=260), Share(4, 200, {128: 4, 260: 3}, 4, 3, kept=260)
-        return *short, Share(4, 200, {400: 4}, 0, 1)
+            # GroupNorm + SiLU 62 % [44], 60 with 3; begun ahead 60, 55 with 3
+            return (Share(4, 200, {260: 4}, 4, 3, kept=260),)
+        # BatchNorm fp16 88 (92), with three stages 91, with 5 programs 106; of 128 and 256 images by 4 warps 183 and 378
+        # (225 and 439 by 2). GroupNorm bf16 68 (70). 32 x 64 x 112 x 112: 49 (50); of 256 images 345 (425, `column` 475)
+        return (
+            Share(2, 200, {128: 8, 160: 7, 260: 6}, 8, 2, ahead=1, members=64),
+            Share(4, 200, {128: 4, 260: 3}, 4, 3, teams=3, ahead=1),
+            Share(4, 200, {400: 2}, 0, 3, teams=1, ahead=1),
+        )
     if not is_quick:
-        return ()  # GroupNorm + SiLU forward: 54 [71], as few warps have much to compute
+        return (Share(2, 200, {128: 8, 200: 6}, 10, 3),)  # GroupNorm + SiLU 51 [56], 55 with two stages, begun ahead 54
     if is_half and tensors == 1:
-        # BatchNorm fp16 74 [66], without a pipeline 68, and 69 with 8; GroupNorm bf16 77 [75]. Of 8 images 66 [45], and 52
-        # with 6 and a pipeline. 32 x 64 x 112 x 112: 71 [57], and 67 with 3; of 256 images, in two teams, 67 [64]
-        return Share(2, 200, {128: 8, 200: 6}, 10, 3), Share(4, 200, {200: 4}, 5, 3, 2)
-    # BatchNorm fp32 81 [71], 76 with 12, in a pipeline 80; residual + BatchNorm + ReLU, fp16: 84 [72], 80 with 10, in a
-    # pipeline 77; 256 x 64 x 112 x 112 fp32 68 [66] with two teams. Of 8 images fp32: 70 [56] with 8, of which there are as
-    # many rounds as of 12, 65
-    return Share(2, 200, {200: 12 if is_half else 10, 400: 8}, 8, 1, 2), Share(4, 200, {200: 6, 400: 4}, 4, 1, 2)
+        # BatchNorm fp16 57 (60), with 5 programs 64; of 256 images, by 4 warps, 230 (264), 255 by 2, 254 with 4 programs.
+        # GroupNorm bf16 47 (48). 32 x 64 x 112 x 112: 33 (33); of 256 images, in two teams, 251 (282), in one 275
+        return (
+            Share(2, 200, {128: 8, 200: 6}, 10, 2, ahead=1, members=64),
+            Share(4, 200, {200: 3}, 5, 2, teams=6, ahead=1),
+            Share(4, 200, {200: 4}, 5, 2, teams=2, ahead=1),
+        )
+    if is_half:
+        # Residual + BatchNorm + ReLU, fp16: 88, begun ahead 93; 80 % [72] with 10, in a pipeline 77
+        return Share(2, 200, {200: 12, 400: 8}, 8, 1, 2), Share(4, 200, {200: 6, 400: 4}, 4, 1, 2)
+    # BatchNorm fp32 110 (120), with three stages 112. 32 x 64 x 112 x 112: 60 (62); of 256 images, one team, 513 (569)
+    return (
+        Share(2, 200, {200: 6}, 8, 2, kept=200, ahead=1, members=64),
+        Share(4, 200, {200: 6}, 4, 1, members=16),  # not measured ahead
+        Share(4, 200, {128: 5, 200: 3}, 4, 2, teams=3, kept=200, ahead=1),
+        Share(4, 400, {400: 2}, 4, 2, teams=1, kept=400, ahead=1),
+    )
 
 
 def _plan(
@@ -99,16 +122,18 @@ def _plan(
     members = -(-space.pieces // block_rows)
     if splits == 0 or stages < min(share.stages, 2) or device.units * per_unit < share.teams * members:
         return None
-    if counts_rows and share.few == 0 and space.statistics <= device.units * per_unit // members:
-        return None
-    is_kept = per_thread <= share.kept
+    if counts_rows and share.few == 0 and space.statistics <= FEW_ROUNDS * (device.units * per_unit // members):
+        return (
+            None  # in a round or two there is nobody else to compute meanwhile: of 8 images pattern `column` is as fast
+        )
+    is_kept, ahead = per_thread <= share.kept, share.ahead if splits > 1 else 0
     if counts_rows and per_thread <= share.held and _are_few(space.statistics, device.units * share.few // members):
         is_kept = is_kept and share.few <= per_unit  # more programs have fewer registers
-        per_unit, stages = share.few, 1
+        per_unit, stages, ahead = share.few, 1, 0
     why = "a row stays in registers from its statistic to its result, in those of a team's programs"
     return Plan(
         HELD, block_rows, block_cols, share.warps, device.units * per_unit, splits, width // block_cols, stages,
-        recomputes=not is_kept, per_unit=per_unit, why=why,
+        recomputes=not is_kept, per_unit=per_unit, ahead=ahead, why=why,
     )  # fmt: skip
 
 

@@ -18,7 +18,9 @@ class Plan:
     `chunks`: how many blocks of columns, one after another, are one program's part of it, or the row; 0 in `column` is as
     many as leave `programs` in all.
     `ahead`: how many first tasks are begun, of pattern `column`, between those of a row and its merging, and again between
-    that and the last tasks; `held`: as many tiles at the most stay in L2 from their first task to their last. Where that
+    that and the last tasks; of pattern `held`, how many rows, one or none, are begun before another is finished, whose
+    messages arrive meanwhile.
+    `held`: as many tiles at the most stay in L2 from their first task to their last. Where that
     is too few, each kind of them has a launch of its own. `tasks`: which of them the kernel of pattern `column` has. Without
     the last ones, which then are another kernel's, no program ever has to wait. That kernel may be one whose programs all
     merge what they need themselves.

@@ -55,7 +55,7 @@ class Case:
 
 CASES = (
     Case("batch_nchw", BATCH_NORM, (64, 256, 56, 56), False, is_held=True),
-    Case("batch_many", BATCH_NORM, (400, 256, 56, 56), False),
+    Case("batch_many", BATCH_NORM, (1100, 256, 56, 56), False),
     Case("batch_last", BATCH_NORM, (64, 256, 56, 56), True),
     Case("evaluation_nchw", FIXED_NORM, (64, 256, 56, 56), False),
     Case("evaluation_last", FIXED_NORM, (64, 256, 56, 56), True),

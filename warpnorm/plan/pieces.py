@@ -81,8 +81,8 @@ def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Sh
             Share(4, 200, {128: 4, 260: 3}, 4, 3, teams=3, ahead=1),
             Share(4, 200, {400: 2}, 0, 3, teams=1, ahead=1),
         )
-    if not is_quick:
-        return (Share(2, 200, {128: 8, 200: 6}, 10, 3),)  # GroupNorm + SiLU 51 [56], 55 with two stages, begun ahead 54
+    if not is_quick:  # GroupNorm + SiLU 51 [56], 55 with two stages, begun ahead 54; fp32 not measured
+        return (Share(2, 200, {128: 8, 200: 6}, 10, 3),) if is_half else ()
     if is_half and tensors == 1:
         # BatchNorm fp16 57 (60), with 5 programs 64; of 256 images, by 4 warps, 230 (264), 255 by 2, 254 with 4 programs.
         # GroupNorm bf16 47 (48). 32 x 64 x 112 x 112: 33 (33); of 256 images, in two teams, 251 (282), in one 275

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from warpnorm.plan import needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import TEAM, Plan
+from warpnorm.plan.wide import epilogue_columns
 from warpnorm.problem import VECTOR_BYTES, BackwardProblem, ForwardProblem, Operand, Problem
 
 LARGEST_TEAM = 64  # programs
@@ -49,6 +50,8 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
         part = Part(part_bytes // needs.itemsize(problem), warps, per_unit, chunks)
         if is_narrow and problem.width <= 32 * 2048 and needs.loaded_bytes(problem.varying, 1) == 2:
             part = Part(2048, 2, 8, 4)  # LayerNorm at 65536: 90, and 89 with 4096 columns and 4 warps
+        if not is_centered and is_half and epilogue_columns(problem) > 1:
+            part = Part(4096, 8, 2, 2)  # not measured; with twice the columns 40 bytes of a thread spill
     return _plan(problem, device, problem.operands, part, -(-problem.width // part.cols), "statistics", recomputes=True)
 
 

@@ -41,9 +41,10 @@ LAST_TASKS = ", last tasks"  # of pattern `column`, where they have a kernel of 
 
 @dataclass(frozen=True)
 class Direction:
-    """Forward or backward: the problem, the plan with its reason, generated source, launches as (kernel, grid), the bytes
-    that they move and the least that any way would have to (every tensor read or written once). `listings` holds what the
-    compiled code of each kernel contains, where that was asked for. `native` is the C that runs instead on a CPU."""
+    """Forward or backward: the problem, the plan with its reason, generated source, launches as (kernel, programs: teams and
+    those of one), the bytes that they move and the least that any way would have to (every tensor read or written once).
+    `listings` holds what the compiled code of each kernel contains, where that was asked for. `native` is the C that runs
+    instead on a CPU."""
 
     problem: ForwardProblem | BackwardProblem
     plan: Plan

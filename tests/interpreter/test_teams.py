@@ -76,7 +76,11 @@ def test_rows(plan: Plan, norm: Norm, rows: int, cols: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", [BATCH, GROUPS, ONE_GROUP], ids=str)
-@pytest.mark.parametrize(("plan", "layout"), [(HOLDERS[0], TAILS), (HOLDERS[1], FULL)], ids=["tails", "full"])
+@pytest.mark.parametrize(
+    ("plan", "layout"),
+    [(HOLDERS[0], TAILS), (HOLDERS[1], FULL), (HOLDERS[2], TAILS), (HOLDERS[3], FULL)],
+    ids=["tails", "full", "tails ahead", "full ahead"],
+)
 def test_channels(plan: Plan, layout: Layout, mode: Mode, dtype: torch.dtype, device: str) -> None:
     plan = whole(plan, layout)
     check(layout, mode, dtype, device, plan, plan)
@@ -170,13 +174,30 @@ def test_the_order_of_programs_changes_nothing(norm: Norm) -> None:
 
 
 def test_nor_does_it_of_those_that_hold() -> None:
+    """Nor whether a row is begun before the one before it is finished."""
     call = arguments(BATCH, torch.randn(13, 4, 5, 8), seed=0)
-    plan, found = whole(HOLDERS[0], TAILS), []
-    for seed in range(2):
+    plan, found = whole(replace(HOLDERS[0], programs=4), TAILS), []
+    for seed, ahead in ((0, 0), (1, 0), (0, 1), (1, 1)):
         with together.at_once(seed):
-            found.append(run_channels(call, gradient_for(call), plan, plan))
+            this = replace(plan, ahead=ahead)
+            found.append(run_channels(call, gradient_for(call), this, this))
     for other in found[1:]:
         assert all(found[0][name].equal(other[name]) for name in found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_nor_do_launches_of_other_lengths_before(dtype: torch.dtype) -> None:
+    """Rows begun ahead or not, by one team, one launch after another: the numbers of messages go on."""
+    plan, found = whole(replace(HOLDERS[0], programs=4), TAILS), []
+    images = [torch.randn(13, channels, 5, 8).to(dtype) for channels in (2, 3, 5)]
+    for order in ((0, 1, 2), (2, 0, 1, 0)):
+        with together.at_once(len(order)):
+            for turn, number in enumerate(order):
+                this, call = replace(plan, ahead=turn % 2), arguments(BATCH, images[number], seed=number)
+                found.append((number, run_channels(call, gradient_for(call), this, this)))
+    first = dict(reversed(found))
+    for number, other in found:
+        assert all(first[number][name].equal(other[name]) for name in other)
 
 
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)

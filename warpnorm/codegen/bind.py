@@ -161,7 +161,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
     constants = _functions(functions, "load_columns", "load_rows", "prologue", "epilogue", "store")
     if plan.pattern == HELD:
         arguments = of_pieces(problem, arguments) | {"eps": arguments["eps"]} | running
-        constants |= _functions(functions, "hold", "load_lines", "pack", "unpack", "packed")
+        constants |= _functions(functions, "hold", "load_lines", "pack", "unpack", "nothing")
         constants |= _held(problem, plan, device)
         constants |= {"STATISTICS": len(problem.norm.statistics), "HAS_RUNNING": bool(problem.running)}
         constants["IS_CORRECTED"] = problem.has_long_mantissas
@@ -234,7 +234,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
     if plan.pattern == HELD:
         constants = _functions(
             load(pointwise.backward_source(problem)), "load_columns", "load_lines", "load_rows", "hold", "pack", "unpack",
-            "packed", "prologue", "epilogue_vjp", "prologue_vjp", "store", "add_first", "settle", "store_merged",
+            "nothing", "prologue", "epilogue_vjp", "prologue_vjp", "store", "add_first", "settle", "store_merged",
             "store_first", "accumulate_last", "store_last",
         )  # fmt: skip
         constants |= {"FIRST_SUMS": len(along.sums(problem).summands), "LAST_SUMS": len(problem.left_last)}
@@ -337,7 +337,7 @@ def _held(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
         "BLOCK_COLS": plan.block_cols,
         "CHUNKS": plan.chunks,
         "MOST": plan.splits,
-        "SHARE": min(2, max(1, plan.splits // (plan.warps * device.warp_size))),
+        "A_THREAD": min(2, max(1, plan.splits // (plan.warps * device.warp_size))),
         "STAGES": plan.stages,
         "IS_AHEAD": plan.ahead > 0 and plan.splits > 1,
     }

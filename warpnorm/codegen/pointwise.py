@@ -94,7 +94,7 @@ def at_once(source: str) -> str:
 
 
 def _by_lines(problem: ForwardProblem | BackwardProblem) -> list[str]:
-    """What the pattern `column` is handed in both directions."""
+    """What the patterns `column` and `held` are handed in both directions, beside what all are."""
     if isinstance(problem, ForwardProblem):
         stream = _store(problem, problem.outputs, range(len(problem.outputs)), "outputs", "stream")
     else:
@@ -317,7 +317,7 @@ def _carried(problem: Problem) -> list[str]:
     return [
         _function("pack", "values", [], _tuple(packed)),
         _function("unpack", "words, lines", [], _tuple(unpacked)),
-        _function("packed", "ROWS: tl.constexpr, COLS: tl.constexpr", [], _tuple(empty)),
+        _function("nothing", "ROWS: tl.constexpr, COLS: tl.constexpr", [], _tuple(empty)),
     ]
 
 

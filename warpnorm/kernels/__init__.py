@@ -29,7 +29,7 @@ LOAD_LINES     of these, those that are the same along a line     -> tuple of (r
 LOAD_TILES     the others, and both together as LOAD_ROWS gives them
 HOLD           those values again, from which the prologue is computed a second time
 PACK, UNPACK   values of a tile                                   -> as they go on to the next round of a loop, and back
-PACKED         the shape of a tile                                -> the same of no row
+NOTHING        the shape of a tile                                -> the same of no row
 ROW_NUMBERS    row offsets of backward                            -> those of forward
 PROLOGUE       values, columns, place                             -> c, in the dtype of computation
 EPILOGUE       xhat, c, values, columns, place                    -> tuple of outputs

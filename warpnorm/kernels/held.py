@@ -57,7 +57,7 @@ MANY_CHUNKS = tl.constexpr(8)
 
 @triton.jit
 def begin_forward(
-    lines, operands, columns, mailbox, number, strides, sizes, pieces, cols, row_mask, count,
+    lines, operands, columns, mailbox, number, strides, sizes, cols, row_mask, count,
     LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, STATISTICS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr, MOST: tl.constexpr,
     RECOMPUTES: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_AHEAD: tl.constexpr,
@@ -104,13 +104,13 @@ def finish_forward(
     eps, running_ptrs, factors, row_mask,
     PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr, STATISTICS: tl.constexpr,
     HAS_RUNNING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
-    FULL_CHUNKS: tl.constexpr, MOST: tl.constexpr, SHARE: tl.constexpr, RECOMPUTES: tl.constexpr,
+    FULL_CHUNKS: tl.constexpr, MOST: tl.constexpr, A_THREAD: tl.constexpr, RECOMPUTES: tl.constexpr,
     IS_CORRECTED: tl.constexpr,
 ):  # fmt: skip
     """Receives the statistics of a row's parts and writes its results."""
     if MOST > 1:
         splits = team_size()
-        mean, total = merge_messages(mailbox, number, splits, pieces, cols, BLOCK_ROWS, MOST, IS_CORRECTED, SHARE)
+        mean, total = merge_messages(mailbox, number, splits, pieces, cols, BLOCK_ROWS, MOST, IS_CORRECTED, A_THREAD)
     else:
         mean, total = let_loose((mean, total), 2)
     variance = mean_of(total, pieces.to(tl.float32) * cols)
@@ -130,12 +130,13 @@ def finish_forward(
 def held_forward_kernel(
     operands, outputs, mailbox, statistic_ptrs, strides, sizes, statistics, pieces, inner, cols, eps, running_ptrs, factors,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PACK: tl.constexpr,
-    UNPACK: tl.constexpr, PACKED: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    UNPACK: tl.constexpr, NOTHING: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
     STORE: tl.constexpr, STATISTICS: tl.constexpr, HAS_RUNNING: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr, MOST: tl.constexpr,
-    SHARE: tl.constexpr, RECOMPUTES: tl.constexpr, IS_CORRECTED: tl.constexpr, STAGES: tl.constexpr, IS_AHEAD: tl.constexpr,
+    A_THREAD: tl.constexpr, RECOMPUTES: tl.constexpr, IS_CORRECTED: tl.constexpr, STAGES: tl.constexpr,
+    IS_AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """SHARE: how many messages a thread asks for at once, of each word."""
+    """A_THREAD: how many messages a thread asks for at once, of each word."""
     my, row_mask = my_pieces(pieces, BLOCK_ROWS)
     columns = load_columns(0, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     count = of_row(counts_of(member(), pieces, cols, BLOCK_ROWS))
@@ -145,12 +146,12 @@ def held_forward_kernel(
         number = last_message(mailbox, team_size(), 2 if IS_CORRECTED else 1) + 1
     kept = ()
     if IS_AHEAD:
-        kept = no_row(PACKED, BLOCK_ROWS, BLOCK_COLS, CHUNKS)
+        kept = no_row(NOTHING, BLOCK_ROWS, BLOCK_COLS, CHUNKS)
     for row in tl.range(first, statistics, programs, num_stages=STAGES):
         lines = lines_of(row, my, pieces, inner)
         values, c, mean, total = begin_forward(
-            lines, operands, columns, mailbox, number, strides, sizes, pieces, cols, row_mask, count, LOAD_ROWS, HOLD,
-            PROLOGUE, STATISTICS, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, RECOMPUTES, IS_CORRECTED,
+            lines, operands, columns, mailbox, number, strides, sizes, cols, row_mask, count, LOAD_ROWS, HOLD, PROLOGUE,
+            STATISTICS, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, RECOMPUTES, IS_CORRECTED,
             IS_AHEAD,
         )  # fmt: skip
         if IS_AHEAD:
@@ -162,7 +163,7 @@ def held_forward_kernel(
                 finish_forward(
                     row - programs, last_lines, last_values, (), (), (), outputs, columns, mailbox, number - 1,
                     statistic_ptrs, strides, sizes, pieces, cols, eps, running_ptrs, factors, row_mask, PROLOGUE, EPILOGUE,
-                    STORE, STATISTICS, HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, SHARE, True,
+                    STORE, STATISTICS, HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, A_THREAD, True,
                     IS_CORRECTED,
                 )  # fmt: skip
             kept = coming
@@ -170,7 +171,7 @@ def held_forward_kernel(
             finish_forward(
                 row, lines, values, c, mean, total, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes,
                 pieces, cols, eps, running_ptrs, factors, row_mask, PROLOGUE, EPILOGUE, STORE, STATISTICS, HAS_RUNNING,
-                BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, SHARE, RECOMPUTES, IS_CORRECTED,
+                BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, A_THREAD, RECOMPUTES, IS_CORRECTED,
             )  # fmt: skip
         number += 1
     if IS_AHEAD:
@@ -180,7 +181,7 @@ def held_forward_kernel(
         finish_forward(
             row, lines, unpack_row(kept, of_lines, UNPACK, CHUNKS), (), (), (), outputs, columns, mailbox, number - 1,
             statistic_ptrs, strides, sizes, pieces, cols, eps, running_ptrs, factors, row_mask, PROLOGUE, EPILOGUE, STORE,
-            STATISTICS, HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, SHARE, True, IS_CORRECTED,
+            STATISTICS, HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, A_THREAD, True, IS_CORRECTED,
         )  # fmt: skip
 
 
@@ -223,12 +224,12 @@ def finish_backward(
     STORE: tl.constexpr, SETTLE: tl.constexpr, STORE_MERGED: tl.constexpr, ACCUMULATE_LAST: tl.constexpr,
     STORE_LAST: tl.constexpr, LAST_SUMS: tl.constexpr, MERGED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr, MOST: tl.constexpr,
-    SHARE: tl.constexpr, IS_ALIKE: tl.constexpr, SENT: tl.constexpr, A_WORD: tl.constexpr,
+    A_THREAD: tl.constexpr, IS_ALIKE: tl.constexpr, SENT: tl.constexpr, A_WORD: tl.constexpr,
 ):  # fmt: skip
     """Receives the sums of a row's parts and writes its gradients."""
     one = row + tl.arange(0, 1)
     if MOST > 1:
-        mine = receive_sums(mailbox, number, team_size(), SENT, A_WORD, MOST, SHARE)
+        mine = receive_sums(mailbox, number, team_size(), SENT, A_WORD, MOST, A_THREAD)
     elif IS_ALIKE:
         mine = let_loose(mine, SENT)
     if IS_ALIKE:
@@ -258,13 +259,13 @@ def held_backward_kernel(
     operands, gradients, merged_ptrs, partials, mailbox, statistic_ptrs, strides, sizes, rows, statistics, pieces, inner,
     cols,
     LOAD_COLUMNS: tl.constexpr, LOAD_LINES: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PACK: tl.constexpr,
-    UNPACK: tl.constexpr, PACKED: tl.constexpr,
+    UNPACK: tl.constexpr, NOTHING: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     ADD_FIRST: tl.constexpr, SETTLE: tl.constexpr, STORE_MERGED: tl.constexpr, STORE_FIRST: tl.constexpr,
     ACCUMULATE_LAST: tl.constexpr, STORE_LAST: tl.constexpr,
     FIRST_SUMS: tl.constexpr, LAST_SUMS: tl.constexpr, MERGED: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, FULL_CHUNKS: tl.constexpr, MOST: tl.constexpr,
-    SHARE: tl.constexpr, RECOMPUTES: tl.constexpr, STAGES: tl.constexpr, IS_AHEAD: tl.constexpr, IS_ALIKE: tl.constexpr,
+    A_THREAD: tl.constexpr, RECOMPUTES: tl.constexpr, STAGES: tl.constexpr, IS_AHEAD: tl.constexpr, IS_ALIKE: tl.constexpr,
     SENT: tl.constexpr, A_WORD: tl.constexpr,
 ):  # fmt: skip
     """IS_ALIKE: what the sums along lines are multiplied by is the same for all lines of a row, and so it is for the row's
@@ -278,7 +279,7 @@ def held_backward_kernel(
         number = last_message(mailbox, team_size(), (SENT + A_WORD - 1) // A_WORD) + 1
     kept = ()
     if IS_AHEAD:
-        kept = no_row(PACKED, BLOCK_ROWS, BLOCK_COLS, CHUNKS)
+        kept = no_row(NOTHING, BLOCK_ROWS, BLOCK_COLS, CHUNKS)
     for row in tl.range(first, statistics, programs, num_stages=STAGES):
         lines = lines_of(row, my, pieces, inner)
         one = row + tl.arange(0, 1)
@@ -300,7 +301,7 @@ def held_backward_kernel(
                     row - programs, last_lines, last_pair, last_values, (), operands, gradients, columns, merged_ptrs,
                     partials, mailbox, number - 1, strides, sizes, rows, pieces, inner, cols, count, row_mask, LOAD_LINES,
                     PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, SETTLE, STORE_MERGED, ACCUMULATE_LAST, STORE_LAST,
-                    LAST_SUMS, MERGED, COMPUTE, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, SHARE, IS_ALIKE, SENT,
+                    LAST_SUMS, MERGED, COMPUTE, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, A_THREAD, IS_ALIKE, SENT,
                     A_WORD,
                 )  # fmt: skip
             kept = coming
@@ -309,7 +310,7 @@ def held_backward_kernel(
                 row, lines, pair, values, mine, operands, gradients, columns, merged_ptrs, partials, mailbox, number,
                 strides, sizes, rows, pieces, inner, cols, count, row_mask, LOAD_LINES, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP,
                 STORE, SETTLE, STORE_MERGED, ACCUMULATE_LAST, STORE_LAST, LAST_SUMS, MERGED, COMPUTE, BLOCK_ROWS,
-                BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, SHARE, IS_ALIKE, SENT, A_WORD,
+                BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, A_THREAD, IS_ALIKE, SENT, A_WORD,
             )  # fmt: skip
         number += 1
     if IS_AHEAD:
@@ -322,5 +323,5 @@ def held_backward_kernel(
             row, lines, pair, unpack_row(kept, of_lines, UNPACK, CHUNKS), (), operands, gradients, columns, merged_ptrs,
             partials, mailbox, number - 1, strides, sizes, rows, pieces, inner, cols, count, row_mask, LOAD_LINES, PROLOGUE,
             EPILOGUE_VJP, PROLOGUE_VJP, STORE, SETTLE, STORE_MERGED, ACCUMULATE_LAST, STORE_LAST, LAST_SUMS, MERGED,
-            COMPUTE, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, SHARE, IS_ALIKE, SENT, A_WORD,
+            COMPUTE, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, A_THREAD, IS_ALIKE, SENT, A_WORD,
         )  # fmt: skip

@@ -115,9 +115,9 @@ def send(
 
 
 @triton.jit
-def wait_for(first, second, round, COUNT: tl.constexpr, PACK: tl.constexpr):
+def wait_for(first, second, round, COUNT: tl.constexpr, A_THREAD: tl.constexpr):
     """The halves of words, at the addresses `first`, and `second` if COUNT is 2."""
-    if COUNT == 1 and PACK == 1:
+    if COUNT == 1 and A_THREAD == 1:
         return tl.inline_asm_elementwise(
             RECEIVE, FOR_ONE, [first, round], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
         )
@@ -125,7 +125,7 @@ def wait_for(first, second, round, COUNT: tl.constexpr, PACK: tl.constexpr):
         return tl.inline_asm_elementwise(
             RECEIVE_PAIR, FOR_PAIR, [first, round], dtype=(tl.int32, tl.int32), is_pure=False, pack=2
         )
-    elif PACK == 1:
+    elif A_THREAD == 1:
         return tl.inline_asm_elementwise(
             RECEIVE_TWO, FOR_TWO, [first, second, round], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False,
             pack=1,
@@ -140,15 +140,15 @@ def wait_for(first, second, round, COUNT: tl.constexpr, PACK: tl.constexpr):
 @triton.jit
 def messages(
     mailbox, number, splits, MOST: tl.constexpr, WORD: tl.constexpr = 0, WORDS: tl.constexpr = 1,
-    IS_POSITIVE: tl.constexpr = False, COUNT: tl.constexpr = 1, PACK: tl.constexpr = 1,
+    IS_POSITIVE: tl.constexpr = False, COUNT: tl.constexpr = 1, A_THREAD: tl.constexpr = 1,
 ):  # fmt: skip
     """The two numbers of every program of the team, which has `splits`, (MOST,), and which these are; COUNT: of two words,
     of which the first may be positive. Not as the columns of a tile: a thread would have several of them then, and wait for
-    one after another. PACK: two where a thread has two of them."""
+    one after another. A_THREAD: two where a thread has two of them."""
     lanes = tl.arange(0, MOST)
     box = box_of(mailbox, number, splits, WORD, WORDS)
     words = (box + tl.minimum(lanes, splits - 1)).to(tl.int64)  # nobody waits for a program that is not there
-    found = wait_for(words, words + splits * 8, lanes * 0 + ((number // BOXES) & 3), COUNT, PACK)
+    found = wait_for(words, words + splits * 8, lanes * 0 + ((number // BOXES) & 3), COUNT, A_THREAD)
     first, second, here = told(found[0], found[1], lanes, splits, IS_POSITIVE)
     if COUNT == 1:
         return first, second, here

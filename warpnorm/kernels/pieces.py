@@ -67,11 +67,11 @@ def added_up(row, places, CHUNKS: tl.constexpr):
 @triton.jit
 def merge_messages(
     mailbox, number, splits, pieces, cols,
-    BLOCK_ROWS: tl.constexpr, MOST: tl.constexpr, IS_CORRECTED: tl.constexpr, PACK: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, MOST: tl.constexpr, IS_CORRECTED: tl.constexpr, A_THREAD: tl.constexpr,
 ):  # fmt: skip
     """(mean, M2) of a row. IS_CORRECTED: a second word has what the mean of a part is rounded off by."""
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
-    found = messages(mailbox, number, splits, MOST, 0, WORDS, True, WORDS, PACK)
+    found = messages(mailbox, number, splits, MOST, 0, WORDS, True, WORDS, A_THREAD)
     means, squares = found[0], found[1]
     counts = counts_of(found[2], pieces, cols, BLOCK_ROWS)
     if IS_CORRECTED:
@@ -138,10 +138,10 @@ def unpack_row(words, lines, UNPACK: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def no_row(PACKED: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr):
+def no_row(NOTHING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr):
     words = ()
     for _chunk in tl.static_range(CHUNKS):
-        words += (PACKED(BLOCK_ROWS, BLOCK_COLS),)
+        words += (NOTHING(BLOCK_ROWS, BLOCK_COLS),)
     return words
 
 
@@ -158,14 +158,14 @@ def send_sums(sums, mailbox, number, splits, COUNT: tl.constexpr, A_WORD: tl.con
 
 @triton.jit
 def receive_sums(
-    mailbox, number, splits, COUNT: tl.constexpr, A_WORD: tl.constexpr, MOST: tl.constexpr, PACK: tl.constexpr
+    mailbox, number, splits, COUNT: tl.constexpr, A_WORD: tl.constexpr, MOST: tl.constexpr, A_THREAD: tl.constexpr
 ):
     """COUNT sums of a row, (1,) each, from those of every program's part of it."""
     WORDS: tl.constexpr = (COUNT + A_WORD - 1) // A_WORD
     told = ()
     for pair in tl.static_range((WORDS + 1) // 2):
         AT_ONCE: tl.constexpr = 2 if 2 * pair + 1 < WORDS else 1
-        found = messages(mailbox, number, splits, MOST, 2 * pair, WORDS, False, AT_ONCE, PACK)
+        found = messages(mailbox, number, splits, MOST, 2 * pair, WORDS, False, AT_ONCE, A_THREAD)
         told = told + (found[0], found[1])[:A_WORD]
         if AT_ONCE == 2:
             told = told + (found[3], found[4])[:A_WORD]

@@ -32,7 +32,7 @@ class Plan:
     `streams`: what is written need not stay in L2, so that what is read twice does.
     `late`: what the epilogue reads of columns is loaded when the statistic is known: fewer registers, but a lone row waits
     for it (`row`, forward, a program for each block of rows).
-    `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`).
+    `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`, `team`, `held`).
     `keeps`: what was loaded of a row stays in registers until it is finished, instead of being loaded again from L2 (`team`,
     backward, on NVIDIA's GPUs).
     `least`: elements of a tile for each warp, where there are few rows (`row`: forward, where there is a program for each

@@ -128,6 +128,27 @@ def test_halves_that_barely_fit(case: Case, dtype: torch.dtype, monkeypatch: pyt
         assert local_memory(kernel.asm["cubin"]) <= 64, f"{direction} {name}"
 
 
+def masked_rows(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(torch.where(mask, x, 0.0), x.shape[-1:])
+
+
+def masked_images(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(torch.where(mask, x, 0.0), None, None, training=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"), [(masked_rows, (4096, 8192)), (masked_images, (64, 256, 56, 56))], ids=["row", "held"]
+)
+def test_truth_values_are_no_assemblers(function: Any, shape: tuple[int, ...]) -> None:
+    """Where what was loaded is held, so that it is computed again: of truth values the compiler ended the process."""
+    x = torch.empty(shape, dtype=torch.float16, device="meta", requires_grad=True)
+    found = warpnorm.explain(function, x, torch.empty(shape, dtype=torch.bool, device="meta"), target="sm_90", asm=True)
+    assert found.backward is not None
+    assert (found.backward if function is masked_rows else found.forward).plan.recomputes
+    for direction in (found.forward, found.backward):
+        assert all(listing.spilled_bytes <= 16 for listing in direction.listings.values())
+
+
 def test_few_small_images(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles of two columns are tall. When their programs merged so many rows each, that took two minutes to compile."""
     case = Case("few_small_images", BATCH_NORM, (2, 12, 5, 6), False)

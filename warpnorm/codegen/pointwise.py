@@ -5,6 +5,8 @@ called with."""
 import re
 from collections.abc import Sequence
 
+import torch
+
 from warpnorm.codegen import along, expressions
 from warpnorm.codegen.expressions import TYPES, as_compute, as_stored, literal
 from warpnorm.problem import (
@@ -289,9 +291,10 @@ def _load_tiles(problem: Problem) -> str:
 
 
 def _hold(problem: Problem) -> str:
+    """Truth values stay as they are: the compiler ends the process where assembler takes them."""
     values = []
     for k, operand in enumerate(operand for _, _, operand in loaded(problem) if operand.axes in BY_ROW):
-        is_held = operand.axes in TILES and operand.dtype.itemsize <= 4
+        is_held = operand.axes in TILES and operand.dtype.itemsize <= 4 and operand.dtype != torch.bool
         values.append(f"ours.held(values[{k}], {4 // operand.dtype.itemsize})" if is_held else f"values[{k}]")
     return _function("hold", "values", [], _tuple(values))
 

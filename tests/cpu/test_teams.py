@@ -2,18 +2,21 @@
 
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+import warpnorm
 from warpnorm import pipeline
 from warpnorm.norms import BATCH_NORM, GROUP_NORM, LAYER_NORM, Norm
-from warpnorm.plan import choose
+from warpnorm.plan import choose, search
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import KNOWN
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
 from warpnorm.plan.plan import HELD, TEAM, Plan
-from warpnorm.problem import FULL, Axes, Call, View
+from warpnorm.problem import FULL, Axes, BackwardProblem, Call, ForwardProblem, View
 from warpnorm.reference import Affine, Itself
 
 LONG_ROW = Call(
@@ -43,9 +46,9 @@ def test_a_device_without_teams_gets_other_plans(call: Call, views: tuple[View, 
     assert choose.backward(backward, alone, lines).pattern not in (TEAM, HELD)
 
 
-def image_plan(
+def image_problem(
     norm: Norm, shape: tuple[int, ...], groups: int = 0, dtype: torch.dtype = torch.float16, is_backward: bool = False
-) -> Plan:
+) -> tuple[ForwardProblem | BackwardProblem, Plan]:
     strides = (prod(shape[1:]), prod(shape[2:]), shape[3], 1)
     image = View(shape, strides, dtype, True)
     parameter = View((shape[1], 1, 1), (1, 1, 1), torch.float32, True)
@@ -53,9 +56,13 @@ def image_plan(
     views = (image, parameter, parameter, image)
     if is_backward:
         backward, space = pipeline.backward_problem(call, views, (0,), (0, 1, 2))
-        return choose.backward(backward, KNOWN["sm_90"], space)
+        return backward, choose.backward(backward, KNOWN["sm_90"], space)
     forward, space = pipeline.forward_problem(call, views)
-    return choose.forward(forward, KNOWN["sm_90"], space)
+    return forward, choose.forward(forward, KNOWN["sm_90"], space)
+
+
+def image_plan(*how: Any, **more: Any) -> Plan:
+    return image_problem(*how, **more)[1]
 
 
 @pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
@@ -80,6 +87,43 @@ def test_other_samples_of_groups_are_the_same_plan(shape: tuple[int, ...], is_ba
         image_plan(GROUP_NORM, (samples, *shape), 32, torch.bfloat16, is_backward) for samples in (1, 3, 8, 13, 32, 700)
     ]
     assert plans == [plans[0]] * len(plans)
+
+
+@pytest.mark.parametrize("shape", [(64, 256, 56, 56), (32, 64, 112, 112), (256, 64, 112, 112)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("is_backward", [False, True], ids=["forward", "backward"])
+def test_there_are_others_to_try(shape: tuple[int, ...], dtype: torch.dtype, is_backward: bool) -> None:
+    """Of programs of any number of warps, up to eight."""
+    device = KNOWN["sm_90"]
+    problem, plan = image_problem(BATCH_NORM, shape, dtype=dtype, is_backward=is_backward)
+    others = search.alternatives(problem, plan, device)
+    assert (others[0], plan.pattern) == (plan, HELD)
+    assert {other.ahead for other in others} == {plan.ahead, 0}
+    assert len({other.per_unit for other in others}) > 2
+    assert all(0 < other.programs == other.per_unit * device.units for other in others)
+
+
+def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(torch.where(mask, x, 0.0), None, None, training=True)
+
+
+def dropped(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(F.batch_norm(x, None, None, training=True), 0.1, True)
+
+
+def of_integers(x: torch.Tensor) -> torch.Tensor:
+    return F.batch_norm(x.float(), None, None, training=True)
+
+
+def test_what_would_not_fit_in_registers_is_not_carried_or_held() -> None:
+    """Bytes take a register each, and integers more to widen; a mask of dropout is drawn for four elements at once."""
+    images = torch.empty(64, 256, 56, 56, device="meta", dtype=torch.float16)
+    plain = warpnorm.explain(masked, images.float(), images.bool(), target="sm_90").forward.plan
+    assert (plain.pattern, plain.ahead) == (HELD, 0)
+    integers = warpnorm.explain(of_integers, images.to(torch.int16), target="sm_90").forward.plan
+    assert (integers.pattern, integers.ahead) == (HELD, 0)
+    for function, x in ((of_integers, images.to(torch.uint8)), (dropped, images)):
+        assert warpnorm.explain(function, x, target="sm_90").forward.plan.pattern == COLUMN_PATTERN
 
 
 def test_a_launch_that_was_refused_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

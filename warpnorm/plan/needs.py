@@ -27,8 +27,17 @@ def kept(problem: BackwardProblem) -> tuple[Operand, ...]:
 
 def is_quick(problem: ForwardProblem | BackwardProblem) -> bool:
     """Whether what is computed of an element before and after the norm is next to nothing."""
-    graphs = [problem.prologue, problem.epilogue_vjp if isinstance(problem, BackwardProblem) else problem.epilogue]
-    return all(node.operator in QUICK for graph in graphs for node in graph.nodes)
+    return all(operator in QUICK for operator in _operators(problem))
+
+
+def draws(problem: ForwardProblem | BackwardProblem) -> bool:
+    """Whether there is a mask of dropout to be drawn, which takes registers for four elements at once."""
+    return "keep" in _operators(problem)
+
+
+def _operators(problem: ForwardProblem | BackwardProblem) -> list[str]:
+    epilogue = problem.epilogue_vjp if isinstance(problem, BackwardProblem) else problem.epilogue
+    return [node.operator for graph in (problem.prologue, epilogue) for node in graph.nodes]
 
 
 def stages(device: Device, per_unit: int, stage_bytes: int, in_flight: int = IN_FLIGHT_BYTES) -> int:

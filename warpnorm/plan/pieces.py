@@ -21,8 +21,8 @@ class Share(NamedTuple):
     """Of a program with so many warps: the bytes that a thread has of some lines; how many programs a multiprocessor has by
     the bytes of a thread, of one line if need be, and how many where there are few rounds; how deep the pipeline of loads
     is; and how few teams on the device hide each other's waiting. Up to `kept` bytes of a thread, what was computed of them
-    stays in registers until the results. `ahead`: a row is begun before the one before it is finished, where there are
-    many rounds. Larger teams than `members` are for the next share."""
+    stays in registers until the results, unless `ahead`: a row is begun before the one before it is finished, where there
+    are many rounds. Larger teams than `members` are for the next share."""
 
     warps: int
     held: int
@@ -43,7 +43,13 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
         return None
     loads = problem.operands + (problem.grad_outputs if isinstance(problem, BackwardProblem) else ())
     loaded = needs.loaded_bytes(loads, 1)
+    if needs.itemsize(problem) == 1:
+        return None  # the 200 values of a thread would take more registers than it has
+    # Bytes are carried one by one, each in a register, and integers take more to widen: up to 2 KB of a thread would spill
+    are_floats = all(o.dtype.is_floating_point and o.dtype.itemsize > 1 for o in loads if is_varying(o))
     for share in _shares(problem, sum(map(is_varying, loads))):
+        if not are_floats:
+            share = share._replace(ahead=0)
         threads = share.warps * device.warp_size
         at_once = threads * VECTOR_BYTES // needs.itemsize(problem)
         tile = _tile(space, threads * share.held // loaded, at_once)
@@ -72,8 +78,9 @@ def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Sh
                 Share(8, 200, {400: 2}, 0, 1, teams=1),
             )
         if not is_quick:
-            # GroupNorm + SiLU 62 % [44], 60 with 3; begun ahead 60, 55 with 3
-            return (Share(4, 200, {260: 4}, 4, 3, kept=260),)
+            # GroupNorm + SiLU 62 % [44], 60 with 3; begun ahead 60, 55 with 3. BatchNorm + SiLU was not timed: with 4
+            # programs 408 bytes of a thread spill, with 3 136
+            return (Share(4, 200, {260: 3 if problem.norm.rows == CHANNEL else 4}, 4, 3, kept=260),)
         # BatchNorm fp16 88 (92), with three stages 91, with 5 programs 106; of 128 and 256 images by 4 warps 183 and 378
         # (225 and 439 by 2). GroupNorm bf16 68 (70). 32 x 64 x 112 x 112: 49 (50); of 256 images 345 (425, `column` 475)
         return (
@@ -81,8 +88,10 @@ def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Sh
             Share(4, 200, {128: 4, 260: 3}, 4, 3, teams=3, ahead=1),
             Share(4, 200, {400: 2}, 0, 3, teams=1, ahead=1),
         )
-    if not is_quick:  # GroupNorm + SiLU 51 [56], 55 with two stages, begun ahead 54; fp32 not measured
-        return (Share(2, 200, {128: 8, 200: 6}, 10, 3),) if is_half else ()
+    if not is_quick:
+        # GroupNorm + SiLU 51 [56], 55 with two stages, begun ahead 54; fp32 not measured, and with dropout 3 KB of a thread
+        # would spill
+        return (Share(2, 200, {128: 8, 200: 6}, 10, 3),) if is_half and not needs.draws(problem) else ()
     if is_half and tensors == 1:
         # BatchNorm fp16 57 (60), with 5 programs 64; of 256 images, by 4 warps, 230 (264), 255 by 2, 254 with 4 programs.
         # GroupNorm bf16 47 (48). 32 x 64 x 112 x 112: 33 (33); of 256 images, in two teams, 251 (282), in one 275
@@ -122,10 +131,9 @@ def _plan(
     members = -(-space.pieces // block_rows)
     if splits == 0 or stages < min(share.stages, 2) or device.units * per_unit < share.teams * members:
         return None
+    # In a round or two there is nobody else to compute meanwhile: of 8 images pattern `column` is as fast
     if counts_rows and share.few == 0 and space.statistics <= FEW_ROUNDS * (device.units * per_unit // members):
-        return (
-            None  # in a round or two there is nobody else to compute meanwhile: of 8 images pattern `column` is as fast
-        )
+        return None
     is_kept, ahead = per_thread <= share.kept, share.ahead if splits > 1 else 0
     if counts_rows and per_thread <= share.held and _are_few(space.statistics, device.units * share.few // members):
         is_kept = is_kept and share.few <= per_unit  # more programs have fewer registers

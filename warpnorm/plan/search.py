@@ -38,9 +38,13 @@ def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device
 
 
 def _held(chosen: Plan, device: Device) -> Iterator[Plan]:
-    """Programs of two or four warps; a scheduler has as many of these as another."""
-    for per_unit, stages in product(range(4 // chosen.warps, 24 // chosen.warps + 1, 4 // chosen.warps), (1, *STAGES)):
-        yield replace(chosen, programs=device.units * per_unit, per_unit=per_unit, stages=stages, why="tried")
+    """As many programs as give every scheduler as many warps as another, as far as warps go."""
+    step = max(1, 4 // chosen.warps)
+    of_ahead = dict.fromkeys((chosen.ahead, 0))
+    for per_unit, stages, ahead in product(range(step, 24 // chosen.warps + 1, step), (1, *STAGES), of_ahead):
+        yield replace(
+            chosen, programs=device.units * per_unit, per_unit=per_unit, stages=stages, ahead=ahead, why="tried"
+        )
 
 
 def _rows(chosen: Plan, cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:

@@ -35,6 +35,8 @@ def check_layout(name: str, what: str, tensor: torch.Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise InputError(f"{name}: {what} has layout {tensor.layout}, but must be strided: give {what}.to_dense()")
+    if tensor.is_quantized:
+        raise InputError(f"{name}: {what} is quantized, but must be of plain numbers: give {what}.dequantize()")
 
 
 def output_dtype(name: str, input: torch.Tensor) -> torch.dtype:
@@ -127,8 +129,8 @@ def check_vector(name: str, what: str, vector: Any, input: torch.Tensor, channel
         raise InputError(f"{name}: {what} has dtype {vector.dtype}, but must be float64, float32, float16 or bfloat16")
     if tuple(vector.shape) != (channels,):
         raise InputError(
-            f"{name}: {what} has shape {tuple(vector.shape)}, but input has shape {tuple(input.shape)}, so it must have "
-            f"shape ({channels},)"
+            f"{name}: {what} has shape {tuple(vector.shape)}, but input has {channels} channels, in shape"
+            f" {tuple(input.shape)}: {what} must have shape ({channels},)"
         )
     if vector.device != input.device:
         raise InputError(f"{name}: {what} is on {vector.device}, but input is on {input.device}")
@@ -148,7 +150,8 @@ def check_running(
         )
     if len(missing) == 1:
         raise InputError(
-            f"{name}: running_mean and running_var must both be given or both be None, but {missing[0]} is"
+            f"{name}: running_mean and running_var must both be given or both be None, but {missing[0]} is None and"
+            " the other is not"
         )
     for what, buffer in buffers.items():
         if buffer is None:
@@ -303,7 +306,7 @@ def is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements may share memory; sorted by stride, every axis must step over all inner ones."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or tensor.is_contiguous():  # which symbolic sizes, that cannot be sorted, say too
         return False
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import config as inductor
 from torch.utils.checkpoint import checkpoint
 
 import warpnorm
@@ -262,6 +263,36 @@ def test_a_momentum_that_changes() -> None:
         F.batch_norm(x, *expected, training=True, momentum=momentum)
     for mine, theirs in zip(running, expected, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+@inductor.patch({"cpp.threads": 2})
+def test_a_batch_that_changes_too() -> None:
+    """By Inductor, which keeps an old product of two numbers that change, where it has two threads."""
+    running = torch.zeros(8), torch.ones(8)
+    expected = tuple(t.clone() for t in running)
+    step = torch.compile(lambda x, momentum: warpnorm.batch_norm(x, *running, training=True, momentum=momentum))
+    for samples, momentum in ((4, 0.9), (2, 0.5), (6, 0.3), (3, 0.2)):
+        x = torch.randn(samples, 8, 150, 150) * samples + samples
+        step(x, momentum)
+        F.batch_norm(x, *expected, training=True, momentum=momentum)
+        for mine, theirs in zip(running, expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("function", [warpnorm.batch_norm, warpnorm.instance_norm], ids=lambda f: f.__name__)
+def test_running_statistics_of_symbolic_sizes(function: Any) -> None:
+    def step(x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor) -> torch.Tensor:
+        return function(x, mean, variance, **{"training": True} if function is warpnorm.batch_norm else {})
+
+    compiled = torch.compile(step, dynamic=True, fullgraph=True, backend="aot_eager")
+    for samples in (4, 3):
+        x, found, expected = (
+            torch.randn(samples, 8, 150, 150),
+            [torch.zeros(8), torch.ones(8)],
+            [torch.zeros(8), torch.ones(8)],
+        )
+        torch.testing.assert_close(compiled(x, *found), step(x, *expected))
+        torch.testing.assert_close(found, expected)
 
 
 def test_dropout_takes_the_plain_path() -> None:

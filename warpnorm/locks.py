@@ -1,4 +1,5 @@
-"""A lock that the child of a fork finds free: whoever had it was a thread of the parent, and would never let it go."""
+"""What a fork leaves behind: a lock that its child finds free, as whoever had it was a thread of the parent and would never
+let it go; and that it is a child."""
 
 import os
 import threading
@@ -25,7 +26,17 @@ class Lock:
         self._lock = threading.RLock()
 
 
+def is_child() -> bool:
+    """Whether this process was forked after the package was imported: it has none of its parent's threads."""
+    return _is_child
+
+
+_is_child = False
+
+
 def _after_fork() -> None:
+    global _is_child
+    _is_child = True
     for lock in list(_all):
         lock.free()
 

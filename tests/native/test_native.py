@@ -103,6 +103,29 @@ def run_alone(code: str, tmp_path: Path, **variables: str) -> str:
     return done.stdout
 
 
+def test_after_a_fork_that_nothing_ran_before(tmp_path: Path) -> None:
+    """PyTorch's own threads ran, which the child does not have, and would wait for."""
+    code = """
+import os, torch, warpnorm
+x = torch.randn(300, 2048)
+expected = torch.nn.functional.layer_norm(x, (2048,))
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(2)
+    found = warpnorm.layer_norm(x, (2048,))
+    os._exit(0 if abs(found.numpy() - expected.numpy()).max() < 1e-4 else 1)
+for _ in range(600):
+    pid, status = os.waitpid(child, os.WNOHANG)
+    if pid:
+        break
+    __import__("time").sleep(0.05)
+else:
+    os.kill(child, 9)
+print("ended with", status if pid else "a hang")
+"""
+    assert run_alone(code, tmp_path) == "ended with 0\n"
+
+
 CALL = """
 import torch, warpnorm, torch.nn.functional as F
 x = torch.randn(64, 4096, requires_grad=True)

@@ -13,6 +13,7 @@ from warpnorm.codegen import along
 from warpnorm.cpu import across, build, memory, source
 from warpnorm.cpu.settle import Sum
 from warpnorm.cpu.writer import is_across
+from warpnorm.locks import is_child
 from warpnorm.problem import GROUP, NUMBER, BackwardProblem, ForwardProblem, Running
 from warpnorm.space import Space
 
@@ -312,7 +313,7 @@ def _pool() -> Any:
     run = build.pool().run
     run.restype = ctypes.c_int
     run.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64]
-    threads = _threads_of_torch()
+    threads = None if is_child() else _threads_of_torch()  # which the child's OpenMP would wait for
     if threads is not None:
         build.pool().use(ctypes.c_void_p(threads))
     return run

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 
 from warpnorm import compiled, functional, pipeline, reference, repeat, repeat_fused, routing
+from warpnorm.arguments import check_layout
 from warpnorm.errors import FusionError, InputError, InputTypeError
 from warpnorm.launch.call_text import NORMS
 from warpnorm.library import is_sharded
@@ -115,6 +116,7 @@ class Fused:
         if routing.is_seen_through(request.tensors):
             if any(map(is_sharded, request.tensors)):
                 return self._on_shards(request)
+            self._check_layouts(request)
             return self.__wrapped__(*given, **kwargs)
         prepared = self.prepare(request)
         if prepared.order is not None and repeat.quick is not None and not repeat.has_hooks():
@@ -260,7 +262,13 @@ class Fused:
     def _capture(self, request: Request) -> fusion.Captured:
         tensors = request.tensors
         if not tensors:
+            try:
+                inspect.signature(self.__wrapped__).bind(*request.args, **request.kwargs)
+            except TypeError as error:
+                name = getattr(self.__wrapped__, "__name__", "a fused function")
+                raise InputTypeError(f"{name}: {error}") from None
             raise InputError("a fused function needs a tensor among its arguments, but there is none")
+        self._check_layouts(request)
         devices = {t.device for t in tensors if not is_host_scalar(t)}
         if len(devices) > 1:
             raise InputError(
@@ -294,6 +302,11 @@ class Fused:
                 stacklevel=5,
             )
         return captured
+
+    def _check_layouts(self, request: Request) -> None:
+        for tensor, what in zip(request.tensors, _names(self.__wrapped__, request), strict=True):
+            if not tensor.is_nested:  # which PyTorch's operators take, some of them
+                check_layout("a fused function", what, tensor)
 
     def _check_unchanged(self, request: Request) -> None:
         """What a function does beside its results is done by its capture alone."""

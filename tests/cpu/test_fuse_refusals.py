@@ -249,6 +249,38 @@ def test_no_tensor_at_all(given: tuple[Any, ...]) -> None:
     assert_empty(fused)
 
 
+def test_an_argument_that_is_forgotten() -> None:
+    fused = warpnorm.fuse(lambda x: norm(x))
+    with pytest.raises(InputTypeError, match="missing a required argument: 'x'"):
+        fused()
+    assert_empty(fused)
+
+
+def test_an_argument_that_is_an_array() -> None:
+    """It cannot be passed as an argument: it is one."""
+    fused = warpnorm.fuse(lambda x, scale: norm(x) * scale)
+    with pytest.raises(FusionError, match=r"is of type ndarray, .* Pass a number, a tensor, .* torch\.as_tensor"):
+        fused(torch.ones(4, 8), torch.ones(8).numpy())
+    assert_empty(fused)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (torch.Tensor.to_sparse, r"x has layout torch.sparse_coo, .* x\.to_dense\(\)"),
+        (torch.Tensor.to_sparse_csr, r"x has layout torch.sparse_csr, .* x\.to_dense\(\)"),
+        (lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8), r"x is quantized, .* x\.dequantize\(\)"),
+    ],
+    ids=["sparse", "csr", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_that_are_no_plain_numbers(make: Callable[[torch.Tensor], torch.Tensor], said: str) -> None:
+    fused = warpnorm.fuse(lambda x: norm(x.relu()))
+    with pytest.raises(InputError, match=said):
+        fused(make(torch.ones(4, 8)))
+    assert_empty(fused)
+
+
 @pytest.mark.parametrize("shape", [(), (8,), (0,)], ids=str)
 @pytest.mark.parametrize(
     "norm_of", [lambda x: F.group_norm(x, 2), F.instance_norm, lambda x: F.batch_norm(x, None, None, training=True)],

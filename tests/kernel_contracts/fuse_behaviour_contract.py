@@ -61,6 +61,15 @@ def test_fused_rows_do_not_know_their_neighbours(cols: int, dtype: torch.dtype, 
             assert part.equal(all_of_it[:samples, :positions])
 
 
+def test_a_mask_filled_by_a_number_in_a_tensor(device: str) -> None:
+    """Of another dtype, and differentiated: the same as the words that say where."""
+    x, y = (drawn((6, COLS), k, torch.bfloat16, device) for k in range(2))
+    number = torch.tensor(0.7, device=device)
+    filled = warpnorm.fuse(lambda x, y, number: rms(x.masked_fill(y > 0, number)))
+    said = warpnorm.fuse(lambda x, y, number: rms(torch.where(y > 0, number.bfloat16(), x)))
+    assert_same_bits(Found.of(filled, [x, y, number], 0), Found.of(said, [x, y, number], 0))
+
+
 class Counts:
     """How often a fused function was captured, and how many kernels were built."""
 

@@ -111,7 +111,10 @@ def read(function: Callable[..., Any], owner: object = _Nothing) -> Environment:
         raise FusionError(_complaint(error, "the function", bound)) from None
 
 
-def snapshot(value: Any, tensors: list[torch.Tensor], name: str = "an argument") -> Hashable:
+AN_ARGUMENT = "an argument"
+
+
+def snapshot(value: Any, tensors: list[torch.Tensor], name: str = AN_ARGUMENT) -> Hashable:
     """The key of a bare value. Tensors join `tensors`, unless they are there, and stand in the key as their index."""
     try:
         return _Reader(tensors).key(value)
@@ -122,11 +125,15 @@ def snapshot(value: Any, tensors: list[torch.Tensor], name: str = "an argument")
 def _complaint(error: BaseException, name: str, target: object) -> str:
     found = error if isinstance(error, _UnkeyableError) else _UnkeyableError(target, ", and holds itself.")
     verb = "is" if found.value is target else "holds a value"
+    kinds = "a number, a tensor, a tuple or a frozen dataclass"
+    such = f" (such as `{name}.eps`)" if "eps" in dir(target) else ""
+    instead = f" Pass it as an argument, read only the attribute that is needed{such}, or make it {kinds}."
+    if name == AN_ARGUMENT:
+        instead = f" Pass {kinds} instead; torch.as_tensor makes a tensor of an array."
     return f"`{name}` {verb} of type {type(found.value).__qualname__}" + (
         found.fact
         or ", whose value cannot be part of the key of the captured function, so a later change would go unnoticed."
-        f" Pass it as an argument, read only the attribute that is needed (such as `{name}.eps`), or make it a number,"
-        " a tensor, a tuple or a frozen dataclass."
+        + instead
     )
 
 

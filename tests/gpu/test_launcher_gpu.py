@@ -112,7 +112,7 @@ def test_wrong_launches_are_said(quick: Quick, device: str) -> None:
     of = repeat._seen[next(iter(repeat._seen))]
     like = (torch.empty_like(x, device="meta"),)
     *described, (launch,), shared = repeat.described(of.launch, x, like, (0,), False)
-    wrong = (*launch[:3], 4096, *launch[4:])  # threads, of which a block has 1024 at the most
+    wrong = (*launch[:4], 4096, *launch[5:])  # threads, of which a block has 1024 at the most
     assert quick.module.remember(key, *described, (wrong,), shared, (), (0,), 1, False, of, of.launch, True)
     with pytest.raises(RuntimeError, match="CUDA error"):
         quick.module.call(*key)

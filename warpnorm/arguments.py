@@ -18,7 +18,7 @@ DTYPES = (torch.float64, torch.float32, *HALVES)
 
 def check_input(name: str, input: Any) -> None:
     if not isinstance(input, torch.Tensor):
-        raise InputTypeError(f"{name}: input must be a tensor, but is a {type(input).__name__}")
+        raise InputTypeError(f"{name}: input must be a tensor, but is of type {type(input).__name__}")
     check_layout(name, "input", input)
     if input.dtype not in DTYPES:
         raise InputError(f"{name}: input has dtype {input.dtype}, but must be float64, float32, float16 or bfloat16")
@@ -58,7 +58,9 @@ def resolve_shape(name: str, input: torch.Tensor, normalized_shape: Any, normali
         raise InputTypeError(f"{name}: give normalized_shape or normalized_dim, but {given} was given")
     if normalized_dim is not None:
         if not isinstance(normalized_dim, Integral) or isinstance(normalized_dim, bool):
-            raise InputTypeError(f"{name}: normalized_dim must be an int, but is a {type(normalized_dim).__name__}")
+            raise InputTypeError(
+                f"{name}: normalized_dim must be an int, but is of type {type(normalized_dim).__name__}"
+            )
         if input.ndim == 0:
             raise InputError(f"{name}: normalized_dim is {normalized_dim}, but input has no dimensions")
         if not -input.ndim <= int(normalized_dim) < input.ndim:
@@ -96,7 +98,7 @@ def check_parameter(name: str, what: str, parameter: Any, input: torch.Tensor, s
         if is_weight and isinstance(parameter, Real) and not isinstance(parameter, bool):
             return
         allowed = "a tensor or a number" if is_weight else "a tensor"
-        raise InputTypeError(f"{name}: {what} must be {allowed}, but is a {type(parameter).__name__}")
+        raise InputTypeError(f"{name}: {what} must be {allowed}, but is of type {type(parameter).__name__}")
     check_layout(name, what, parameter)
     if parameter.dtype not in DTYPES:
         raise InputError(
@@ -123,7 +125,7 @@ def check_vector(name: str, what: str, vector: Any, input: torch.Tensor, channel
     if vector is None:
         return
     if not isinstance(vector, torch.Tensor):
-        raise InputTypeError(f"{name}: {what} must be a tensor, but is a {type(vector).__name__}")
+        raise InputTypeError(f"{name}: {what} must be a tensor, but is of type {type(vector).__name__}")
     check_layout(name, what, vector)
     if vector.dtype not in DTYPES:
         raise InputError(f"{name}: {what} has dtype {vector.dtype}, but must be float64, float32, float16 or bfloat16")
@@ -171,7 +173,7 @@ def check_groups(name: str, num_groups: Any, input: torch.Tensor, channels: int)
             raise TypeError
         groups = operator.index(num_groups)
     except TypeError:
-        raise InputTypeError(f"{name}: num_groups must be an int, but is a {type(num_groups).__name__}") from None
+        raise InputTypeError(f"{name}: num_groups must be an int, but is of type {type(num_groups).__name__}") from None
     if groups <= 0:
         raise InputError(f"{name}: num_groups is {groups}, but must be positive")
     if channels % groups:
@@ -232,14 +234,14 @@ def apart(running: torch.Tensor | None) -> torch.Tensor | None:
 
 def check_flag(name: str, what: str, flag: Any) -> bool:
     if not isinstance(flag, bool):
-        raise InputTypeError(f"{name}: {what} must be a bool, but is a {type(flag).__name__}")
+        raise InputTypeError(f"{name}: {what} must be a bool, but is of type {type(flag).__name__}")
     return flag
 
 
 def check_number(name: str, what: str, number: Any) -> float:
     is_scalar = isinstance(number, torch.Tensor) and number.ndim == 0 and not number.is_complex()
     if not (is_scalar or isinstance(number, Real)):
-        raise InputTypeError(f"{name}: {what} must be a float, but is a {type(number).__name__}")
+        raise InputTypeError(f"{name}: {what} must be a float, but is of type {type(number).__name__}")
     return float(number)
 
 
@@ -257,7 +259,7 @@ def check_batch_eps(name: str, eps: Any, training: bool) -> float:
 
 def check_weight_offset(name: str, weight_offset: Any, weight: Any) -> float:
     if not isinstance(weight_offset, Real) or isinstance(weight_offset, bool):
-        raise InputTypeError(f"{name}: weight_offset must be a float, but is a {type(weight_offset).__name__}")
+        raise InputTypeError(f"{name}: weight_offset must be a float, but is of type {type(weight_offset).__name__}")
     if weight_offset - weight_offset != 0:  # not finite, in a way that compilers can follow
         raise InputError(f"{name}: weight_offset is {weight_offset}, but must be finite")
     if weight_offset and weight is None:
@@ -269,7 +271,7 @@ def check_out(name: str, out: Any, input: torch.Tensor, operands: Sequence[torch
     """`out` may be the input itself; any other overlap would be read after it was written. `operands` are weight, bias
     and the running statistics, or the first of these."""
     if not isinstance(out, torch.Tensor):
-        raise InputTypeError(f"{name}: out must be a tensor, but is a {type(out).__name__}")
+        raise InputTypeError(f"{name}: out must be a tensor, but is of type {type(out).__name__}")
     for what, given, wanted in (
         ("shape", tuple(out.shape), tuple(input.shape)),
         ("dtype", out.dtype, input.dtype),

@@ -144,7 +144,7 @@ def _check_beside(
     name = type(module).__name__
     for what, value in (("input", x), *others.items()):
         if not isinstance(value, torch.Tensor) and (value is x or not isinstance(value, numbers)):
-            raise InputTypeError(f"{name}: {what} must be a tensor, but is a {type(value).__name__}") from None
+            raise InputTypeError(f"{name}: {what} must be a tensor, but is of type {type(value).__name__}") from None
     if routing.is_seen_through((x, *others.values())):
         return
     for what, other in others.items():

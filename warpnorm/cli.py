@@ -235,6 +235,8 @@ def _report(parsed: argparse.Namespace, console: Console) -> int:
 
 
 def _explain(parsed: argparse.Namespace, console: Console) -> int:
+    if parsed.draw:
+        report.check_place(Path(parsed.draw), "--draw")
     case = inside.case(parsed.norm, _shape(parsed.shape), parsed.dtype, parsed.layout, parsed.backward)
     found = inside.explained(case, parsed.target, parsed.asm)
     if parsed.draw is None:

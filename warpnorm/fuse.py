@@ -349,7 +349,7 @@ def fuse(function: Callable[..., Any]) -> Fused:
     if isinstance(function, Fused):
         return function
     if not callable(function):
-        raise InputTypeError(f"fuse: takes a function, but got a {type(function).__name__}")
+        raise InputTypeError(f"fuse: takes a function, but got something of type {type(function).__name__}")
     return Fused(function)
 
 

@@ -83,6 +83,13 @@ def test_a_lone_element_for_each_thread_needs_no_addition() -> None:
     assert "no shared memory, no barrier" in shown
 
 
+def test_a_place_that_cannot_be_written_is_said_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("no folder")
+    assert main(["explain", "layer_norm", "--shape", "64x4096", "--draw", str(tmp_path / "file" / "row.svg")]) == 2
+    out, err = capsys.readouterr()
+    assert (out, "--draw: cannot write to" in err) == ("", True)
+
+
 def test_what_reduces_nothing_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(reduction, "read", lambda kernel: None)
     assert main(["explain", "rms_norm", "--shape", "8x64", "--target", "sm_90", "--draw"]) == 2

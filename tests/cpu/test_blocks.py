@@ -181,7 +181,7 @@ def test_what_does_not_fit_beside_the_input_is_refused(kind: Any) -> None:
         module(TWO, THREE)
     has_default = kind in ROWS[:2]  # they begin a residual stream
     for given in ((None,) if has_default else (TWO, None), (TWO, "gate"), (None, TWO)):
-        with pytest.raises(InputTypeError, match=rf"^{name}: \w+ must be a tensor, but is a (NoneType|str)$"):
+        with pytest.raises(InputTypeError, match=rf"^{name}: \w+ must be a tensor, but is of type (NoneType|str)$"):
             module(*given)
     module(TWO, THREE[:1])
 

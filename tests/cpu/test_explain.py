@@ -320,7 +320,7 @@ def test_what_has_no_elements_launches_nothing(shape: tuple[int, ...]) -> None:
 def test_refuses_what_fuse_refuses() -> None:
     with pytest.raises(FusionError, match=r"aten\.cumsum"):
         warpnorm.explain(lambda x: F.layer_norm(x.cumsum(-1), (8,)), random((4, 8)))
-    with pytest.raises(InputTypeError, match="takes a function, but got a int"):
+    with pytest.raises(InputTypeError, match="takes a function, but got something of type int"):
         warpnorm.explain(3, random((4, 8)))
 
 

@@ -464,7 +464,7 @@ def test_no_momentum(x: Tensor) -> None:
         function = functools.partial(F.batch_norm, training=True, momentum=None)  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             function(images, *buffers)
-        with pytest.raises(TypeError, match="batch_norm: momentum must be a float, but is a NoneType"):
+        with pytest.raises(TypeError, match="batch_norm: momentum must be a float, but is None"):
             warpnorm.fuse(lambda x, *buffers, function=function: function(x, *buffers) * 2)(images, *buffers)
     with pytest.raises(FusionError, match=r"a norm with momentum=None .* how often .*; give a momentum"):
         warpnorm.fuse(lambda x: module(x) * 2)(images)

@@ -304,7 +304,7 @@ def test_tensors_on_two_devices() -> None:
 
 @pytest.mark.parametrize("given", [3, None, "layer_norm", torch.ones(2)], ids=lambda given: type(given).__name__)
 def test_only_what_can_be_called_is_fused(given: Any) -> None:
-    with pytest.raises(InputTypeError, match=f"takes a function, but got a {type(given).__name__}"):
+    with pytest.raises(InputTypeError, match=f"takes a function, but got something of type {type(given).__name__}"):
         warpnorm.fuse(given)
 
 

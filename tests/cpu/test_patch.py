@@ -355,5 +355,5 @@ def test_compiled() -> None:
 
 @pytest.mark.parametrize("function", [warpnorm.patch, warpnorm.unpatch])
 def test_what_is_no_model_is_refused(function: Any) -> None:
-    with pytest.raises(InputTypeError, match=r"takes a torch\.nn\.Module, but got a Tensor"):
+    with pytest.raises(InputTypeError, match=r"takes a torch\.nn\.Module, but got something of type Tensor"):
         function(torch.ones(2))

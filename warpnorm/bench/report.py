@@ -140,16 +140,16 @@ def write_whole(path: Path, record: dict[str, Any]) -> None:
         raise
 
 
-def check_place(path: Path) -> None:
+def check_place(path: Path, option: str = "--json") -> None:
     """That a file can be written there, found out before hours go into what it will hold."""
     if path.is_dir():
-        raise ValueError(f"--json: {path} is a folder; name a file in it")
+        raise ValueError(f"{option}: {path} is a folder; name a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise ValueError(f"--json: cannot write to {path.parent}: {error.strerror}; name a file elsewhere") from None
+        raise ValueError(f"{option}: cannot write to {path.parent}: {error.strerror}; name a file elsewhere") from None
 
 
 def _record(run: Run, kept: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -51,7 +51,10 @@ class Found:
     def summary(self) -> str:
         rate = self.cases / max(self.seconds, 1e-9)
         wrong = f"{len(self.failures)} failure{'' if len(self.failures) == 1 else 's'}"
-        return f"{self.cases} cases in {self.functions} functions, {rate:.0f} a second, {wrong}; seed {self.seed}"
+        return (
+            "interrupted: " * self.is_interrupted
+            + f"{self.cases} cases in {self.functions} functions, {rate:.0f} a second, {wrong}; seed {self.seed}"
+        )
 
     @property
     def record(self) -> dict[str, Any]:

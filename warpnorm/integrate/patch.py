@@ -113,7 +113,7 @@ def unpatch(model: torch.nn.Module) -> Report:
 
 def _check(model: Any, function: str) -> None:
     if not isinstance(model, torch.nn.Module):
-        raise InputTypeError(f"{function}: takes a torch.nn.Module, but got a {type(model).__name__}")
+        raise InputTypeError(f"{function}: takes a torch.nn.Module, but got something of type {type(model).__name__}")
 
 
 def is_patched(kind: type) -> bool:

@@ -157,7 +157,7 @@ def _channel_norm(
         raise refuse(f"{called} with out= or return_stats=", "a kernel writes its results only", "leave it away")
     mean, variance, momentum = given.get("running_mean"), given.get("running_var"), given.get("momentum", 0.1)
     if momentum is None:
-        raise InputTypeError(f"{called}: momentum must be a float, but is a NoneType; modules alone take None")
+        raise InputTypeError(f"{called}: momentum must be a float, but is None; modules alone take None")
     for what in ("weight", "bias", "running_mean", "running_var"):
         if given.get(what) is not None and tuple(given[what].shape) != (c.shape[1],):
             raise InputError(

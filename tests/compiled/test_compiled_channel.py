@@ -114,6 +114,31 @@ def test_sixteen_byte_accesses_and_no_local_memory(
         assert kernel.metadata.shared <= KNOWN[target].shared_bytes, f"{direction} {name}"
 
 
+@pytest.mark.parametrize(
+    ("shape", "target"),
+    [((64, 256, 56, 56), "sm_80"), ((64, 256, 56, 56), "sm_90"), ((256, 64, 112, 112), "sm_90")],
+    ids=str,
+)
+def test_programs_that_wait_for_each_other_fit(shape: tuple[int, ...], target: str) -> None:
+    """So many as are told on a multiprocessor: they all run at the same time, or the launch fails."""
+    device = KNOWN[target]
+    call, views = Case("batch", BATCH_NORM, shape, False).call(torch.float16)
+    forward, space = pipeline.forward_problem(call, (*views, views[0]))
+    backward, lines = pipeline.backward_problem(call, (*views, views[0]), (0,), (0, 1, 2))
+    of_forward, of_backward = choose.forward(forward, device, space), choose.backward(backward, device, lines)
+    kernels = (
+        (of_forward, bind.forward(forward, of_forward, device, 0)),
+        (of_backward, bind.backward(backward, of_backward, device, 0)),
+    )
+    assert any(plan.pattern == HELD for plan, _ in kernels)
+    for plan, kernel in ((plan, kernel.compiled) for plan, kernel in kernels if plan.pattern == HELD):
+        assert plan.programs == plan.per_unit * device.units >= -(-space.pieces // plan.block_rows)
+        assert plan.per_unit * (kernel.metadata.shared + 1024) <= device.shared_bytes
+        limit = re.search(r"\.maxnreg (\d+)", kernel.asm["ptx"])
+        assert limit
+        assert int(limit[1]) * plan.warps * 32 * plan.per_unit <= device.registers_per_unit
+
+
 LONG = (
     Case("few_images", BATCH_NORM, (8, 256, 56, 56), False, is_held=True),
     Case("long_lines", BATCH_NORM, (32, 64, 112, 112), False, is_held=True),

@@ -153,6 +153,15 @@ def test_halves_that_barely_fit(case: Case, dtype: torch.dtype, monkeypatch: pyt
         assert local_memory(kernel.asm["cubin"]) <= 64, f"{direction} {name}"
 
 
+def test_a_row_begun_ahead_carries_what_was_loaded_alone() -> None:
+    """Not what was computed of it too, for which a thread has no registers."""
+    x = torch.empty(64, 256, 56, 56, device="meta")
+    shifted = lambda x, b: F.batch_norm(x + b, None, None, training=True)  # noqa: E731
+    found = warpnorm.explain(shifted, x, torch.empty(256, 1, 1, device="meta"), target="sm_90", asm=True).forward
+    assert (found.plan.ahead, found.plan.recomputes) == (1, True)
+    assert [listing.spilled_bytes for listing in found.listings.values()] == [0]
+
+
 def masked_rows(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(torch.where(mask, x, 0.0), x.shape[-1:])
 

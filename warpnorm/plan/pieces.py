@@ -50,6 +50,8 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
     for share in _shares(problem, sum(map(is_varying, loads))):
         if not are_floats:
             share = share._replace(ahead=0)
+        if share.ahead and problem.prologue.nodes:
+            share = share._replace(kept=0)  # what was loaded is carried already: with c beside it up to 370 bytes spill
         threads = share.warps * device.warp_size
         at_once = threads * VECTOR_BYTES // needs.itemsize(problem)
         tile = _tile(space, threads * share.held // loaded, at_once)

@@ -18,6 +18,7 @@ from warpnorm.kernels.pieces import (
     counts_of,
     flat,
     is_first,
+    kept_row,
     let_loose,
     lines_of,
     load_lines,
@@ -31,7 +32,6 @@ from warpnorm.kernels.pieces import (
     sum_lines,
     sum_tiles,
     total_of,
-    unpack_row,
 )
 from warpnorm.kernels.statistics import (
     coarse_offsets,
@@ -157,9 +157,9 @@ def held_forward_kernel(
         if IS_AHEAD:
             coming = pack_row(values, PACK, CHUNKS)
             if row > first:
-                last_lines = lines_of(row - programs, my, pieces, inner)
-                of_lines = LOAD_LINES(operands, strides, sizes, last_lines, row_mask)
-                last_values = unpack_row(kept, of_lines, UNPACK, CHUNKS)
+                last_lines, last_values = kept_row(
+                    kept, row - programs, my, pieces, inner, operands, strides, sizes, row_mask, LOAD_LINES, UNPACK, CHUNKS,
+                )  # fmt: skip
                 finish_forward(
                     row - programs, last_lines, last_values, (), (), (), outputs, columns, mailbox, number - 1,
                     statistic_ptrs, strides, sizes, pieces, cols, eps, running_ptrs, factors, row_mask, PROLOGUE, EPILOGUE,
@@ -176,10 +176,11 @@ def held_forward_kernel(
         number += 1
     if IS_AHEAD:
         row = first + (statistics - 1 - first) // programs * programs
-        lines = lines_of(row, my, pieces, inner)
-        of_lines = LOAD_LINES(operands, strides, sizes, lines, row_mask)
+        lines, values = kept_row(
+            kept, row, my, pieces, inner, operands, strides, sizes, row_mask, LOAD_LINES, UNPACK, CHUNKS,
+        )  # fmt: skip
         finish_forward(
-            row, lines, unpack_row(kept, of_lines, UNPACK, CHUNKS), (), (), (), outputs, columns, mailbox, number - 1,
+            row, lines, values, (), (), (), outputs, columns, mailbox, number - 1,
             statistic_ptrs, strides, sizes, pieces, cols, eps, running_ptrs, factors, row_mask, PROLOGUE, EPILOGUE, STORE,
             STATISTICS, HAS_RUNNING, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, A_THREAD, True, IS_CORRECTED,
         )  # fmt: skip
@@ -292,11 +293,11 @@ def held_backward_kernel(
         if IS_AHEAD:
             coming = pack_row(values, PACK, CHUNKS)
             if row > first:
-                last_lines = lines_of(row - programs, my, pieces, inner)
-                of_lines = LOAD_LINES(operands, strides, sizes, last_lines, row_mask)
+                last_lines, last_values = kept_row(
+                    kept, row - programs, my, pieces, inner, operands, strides, sizes, row_mask, LOAD_LINES, UNPACK, CHUNKS,
+                )  # fmt: skip
                 last_one = row - programs + tl.arange(0, 1)
                 last_pair = load_statistics(statistic_ptrs, last_one, last_one >= 0, True)
-                last_values = unpack_row(kept, of_lines, UNPACK, CHUNKS)
                 finish_backward(
                     row - programs, last_lines, last_pair, last_values, (), operands, gradients, columns, merged_ptrs,
                     partials, mailbox, number - 1, strides, sizes, rows, pieces, inner, cols, count, row_mask, LOAD_LINES,
@@ -315,12 +316,13 @@ def held_backward_kernel(
         number += 1
     if IS_AHEAD:
         row = first + (statistics - 1 - first) // programs * programs
-        lines = lines_of(row, my, pieces, inner)
-        of_lines = LOAD_LINES(operands, strides, sizes, lines, row_mask)
+        lines, values = kept_row(
+            kept, row, my, pieces, inner, operands, strides, sizes, row_mask, LOAD_LINES, UNPACK, CHUNKS,
+        )  # fmt: skip
         one = row + tl.arange(0, 1)
         pair = load_statistics(statistic_ptrs, one, one >= 0, True)
         finish_backward(
-            row, lines, pair, unpack_row(kept, of_lines, UNPACK, CHUNKS), (), operands, gradients, columns, merged_ptrs,
+            row, lines, pair, values, (), operands, gradients, columns, merged_ptrs,
             partials, mailbox, number - 1, strides, sizes, rows, pieces, inner, cols, count, row_mask, LOAD_LINES, PROLOGUE,
             EPILOGUE_VJP, PROLOGUE_VJP, STORE, SETTLE, STORE_MERGED, ACCUMULATE_LAST, STORE_LAST, LAST_SUMS, MERGED,
             COMPUTE, BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, MOST, A_THREAD, IS_ALIKE, SENT, A_WORD,

@@ -138,6 +138,16 @@ def unpack_row(words, lines, UNPACK: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def kept_row(
+    words, row, my, pieces, inner, operands, strides, sizes, row_mask,
+    LOAD_LINES: tl.constexpr, UNPACK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The numbers of the lines of a row that was carried, and its values."""
+    lines = lines_of(row, my, pieces, inner)
+    return lines, unpack_row(words, LOAD_LINES(operands, strides, sizes, lines, row_mask), UNPACK, CHUNKS)
+
+
+@triton.jit
 def no_row(NOTHING: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr):
     words = ()
     for _chunk in tl.static_range(CHUNKS):

@@ -8,7 +8,7 @@ from warpnorm.norms import CHANNEL
 from warpnorm.plan import needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import HELD, Plan
-from warpnorm.problem import VECTOR_BYTES, BackwardProblem, ForwardProblem, is_varying
+from warpnorm.problem import VECTOR_BYTES, BackwardProblem, ForwardProblem, Operand, is_varying
 from warpnorm.space import Space
 
 MOST_PROGRAMS = (1, 16, 32, 64, 256)  # of a team; each needs another kernel
@@ -45,13 +45,7 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
     loaded = needs.loaded_bytes(loads, 1)
     if needs.itemsize(problem) == 1:
         return None  # the 200 values of a thread would take more registers than it has
-    # Bytes are carried one by one, each in a register, and integers take more to widen: up to 2 KB of a thread would spill
-    are_floats = all(o.dtype.is_floating_point and o.dtype.itemsize > 1 for o in loads if is_varying(o))
     for share in _shares(problem, sum(map(is_varying, loads))):
-        if not are_floats:
-            share = share._replace(ahead=0)
-        if share.ahead and problem.prologue.nodes:
-            share = share._replace(kept=0)  # what was loaded is carried already: with c beside it up to 370 bytes spill
         threads = share.warps * device.warp_size
         at_once = threads * VECTOR_BYTES // needs.itemsize(problem)
         tile = _tile(space, threads * share.held // loaded, at_once)
@@ -59,7 +53,7 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
             tile = _tile(space, threads * max(share.programs) // loaded, at_once)
         if tile is None or -(-space.pieces // tile[0]) > share.members:
             continue
-        if plan := _plan(space, device, share, *tile, loaded, counts_rows=problem.norm.rows == CHANNEL):
+        if plan := _plan(problem, space, device, share, *tile, loads):
             return plan
     return None
 
@@ -115,16 +109,20 @@ def _shares(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Sh
 
 
 def _plan(
+    problem: ForwardProblem | BackwardProblem,
     space: Space,
     device: Device,
     share: Share,
     block_rows: int,
     block_cols: int,
     width: int,
-    loaded: int,
-    counts_rows: bool,
+    loads: tuple[Operand, ...],
 ) -> Plan | None:
-    """`counts_rows`: not of groups, where another number of samples should neither take another kernel nor change bits."""
+    # Not of groups, where another number of samples should neither take another kernel nor change bits
+    counts_rows = problem.norm.rows == CHANNEL
+    loaded = needs.loaded_bytes(loads, 1)
+    # Bytes are carried one by one, each in a register, and integers take more to widen: up to 2 KB of a thread would spill
+    is_carried = all(o.dtype.is_floating_point and o.dtype.itemsize > 1 for o in loads if is_varying(o))
     splits = next((most for most in MOST_PROGRAMS if space.pieces <= most * block_rows), 0)
     part = block_rows * width * loaded
     per_thread = block_rows * space.cols * loaded // (share.warps * device.warp_size)
@@ -136,10 +134,12 @@ def _plan(
     # In a round or two there is nobody else to compute meanwhile: of 8 images pattern `column` is as fast
     if counts_rows and share.few == 0 and space.statistics <= FEW_ROUNDS * (device.units * per_unit // members):
         return None
-    is_kept, ahead = per_thread <= share.kept, share.ahead if splits > 1 else 0
+    is_kept, ahead = per_thread <= share.kept, share.ahead if splits > 1 and is_carried else 0
     if counts_rows and per_thread <= share.held and _are_few(space.statistics, device.units * share.few // members):
         is_kept = is_kept and share.few <= per_unit  # more programs have fewer registers
         per_unit, stages, ahead = share.few, 1, 0
+    if ahead and problem.prologue.nodes:
+        is_kept = False  # what was loaded is carried already: with c beside it up to 370 bytes of a thread spill
     why = "a row stays in registers from its statistic to its result, in those of a team's programs"
     return Plan(
         HELD, block_rows, block_cols, share.warps, device.units * per_unit, splits, width // block_cols, stages,

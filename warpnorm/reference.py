@@ -239,11 +239,11 @@ def update_running(
         return
     with torch.no_grad():
         unbiased = count / (count - 1)
-        for running, new, scale in ((running_mean, mean, 1.0), (running_var, variance, unbiased)):
+        # Not momentum * unbiased: where both change, Inductor keeps an old product, and of a factor makes a wrong alpha
+        for running, new in ((running_mean, mean), (running_var, variance * unbiased)):
             new = new.mean(0) if new.ndim == 2 else new
             wide = running.to(compute_dtype([running.dtype, new.dtype]))  # itself, where it is no narrower
-            # One factor after the other: where both change, Inductor keeps an old product, and makes a wrong alpha of one
-            wide.mul_(1 - momentum).add_(new * scale * momentum)
+            wide.mul_(1 - momentum).add_(new * momentum)
             if wide is not running:
                 running.copy_(wide)
 

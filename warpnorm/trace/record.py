@@ -303,9 +303,7 @@ class Recorder(TorchDispatchMode):
             name, named = "aten.div.Tensor_mode", (("rounding_mode", "floor"),)
             second = values[1]
             values = (values[0], Constant(second, result.dtype) if isinstance(second, Literal) else second)
-        if func is aten.masked_fill.Tensor and isinstance(
-            values[2], Source | Result
-        ):  # whose value is never a whole tensor
+        if func is aten.masked_fill.Tensor and isinstance(values[2], Source | Result):  # a value is a whole tensor here
             filled = values[2] if args[2].dtype == args[0].dtype else self._cast(values[2], args[0])
             name, values = "aten.where.self", (values[1], filled, values[0])
         if func is aten.nan_to_num.default:

@@ -2,6 +2,8 @@
 
 expressions  one node -> one line of Triton
 pointwise    a problem -> the source of the functions that its kernel is handed
+rewritten    the same source in other words
+kept         what the second visit of a tile need not compute again
 along        which sums of a backward problem run along rows, which over them
 cache        source -> a file and a module
 arguments    what the compiler is told about a kernel's arguments

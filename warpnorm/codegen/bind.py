@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from warpnorm.codegen import along, cache, pointwise
+from warpnorm.codegen import along, cache, pointwise, rewritten
 from warpnorm.codegen.arguments import (
     ALIGNED,
     TYPES,
@@ -21,6 +21,7 @@ from warpnorm.codegen.arguments import (
     with_mailbox,
 )
 from warpnorm.codegen.kernel import Argument, BoundKernel
+from warpnorm.kernels.blocks import keep_nothing
 from warpnorm.kernels.column import column_backward_kernel, column_forward_kernel
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.held import held_backward_kernel, held_forward_kernel
@@ -84,13 +85,13 @@ def _or_otherwise(build: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(build)
     def attempt(problem: Problem, plan: Plan, device: Device, index: int) -> Any:
         def load(source: str) -> ModuleType:
-            return cache.load(pointwise.at_once(source) if has_float8 else source)
+            return cache.load(rewritten.at_once(source) if has_float8 else source)
 
         def load_apart(source: str) -> ModuleType:
-            return load(pointwise.widened_apart(source, problem))
+            return load(rewritten.widened_apart(source, problem))
 
         def load_unordered(source: str) -> ModuleType:
-            return load_apart(pointwise.unordered(source))
+            return load_apart(rewritten.unordered(source))
 
         has_float8 = device.backend == "cuda" and int(device.arch) >= FLOAT8_ARCH
         ways = [load, load_apart, load_unordered] if device.backend == "cuda" else [load]
@@ -246,11 +247,13 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         return BoundKernel(held_backward_kernel, arguments, constants, plan, device)
     if plan.pattern == TEAM:
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
-        constants |= _functions(load(pointwise.backward_source(problem)), "hold")
+        functions = load(pointwise.backward_source(problem))
+        constants |= _functions(functions, "hold") | {"KEEP": _keep(functions, device)}
         constants |= {"HAS_COPY": _has_copy(problem), "KEEPS": plan.keeps}
         return BoundKernel(team_backward_kernel, with_mailbox(arguments | geometry), constants, plan, device)
     if plan.pattern == ROW:
-        constants |= _functions(load(pointwise.backward_source(problem)), "hold")
+        functions = load(pointwise.backward_source(problem))
+        constants |= _functions(functions, "hold") | {"KEEP": _keep(functions, device)}
         constants |= {"BLOCK_ROWS": plan.block_rows, "CHUNKS": plan.chunks}
         constants["FULL_CHUNKS"] = _full_chunks(problem, plan)
         constants["SUM_ROWS"], constants["SUM_COLS"] = grid.sum_tile(plan, problem)
@@ -347,6 +350,10 @@ def _held(problem: Problem, plan: Plan, device: Device) -> dict[str, Any]:
 
 def _recomputes(plan: Plan, device: Device) -> bool:
     return plan.recomputes and device.backend == "cuda"  # whose assembler what is held is written for
+
+
+def _keep(functions: ModuleType, device: Device) -> Any:
+    return functions.keep if device.backend == "cuda" else keep_nothing
 
 
 def _is_light(problem: Problem) -> bool:

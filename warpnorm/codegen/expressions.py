@@ -1,6 +1,9 @@
 """One node of a graph becomes one line of Triton: the row of the operator table, its arguments in the dtype that the
 operator computes in, numbers spelled so that they keep their precision."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from warpnorm.codegen.shorter import shortened
@@ -68,8 +71,11 @@ def as_written(graph: Graph, problem: Problem) -> Graph:
     return shortened(graph) if problem.is_half else graph
 
 
-def lines(graph: Graph, problem: Problem) -> list[str]:
-    """One for each node of the graph as it is written."""
+def lines(
+    graph: Graph, problem: Problem, second: Mapping[str, str] = MappingProxyType({}), loaded: int = 0
+) -> list[str]:
+    """One for each node of the graph as it is written. `second`: what nodes are at the second visit of a tile, which then
+    has more values than were `loaded`."""
     dtypes = dtypes_of(graph, problem)
     graph = as_written(graph, problem)
     found = []
@@ -78,7 +84,10 @@ def lines(graph: Graph, problem: Problem) -> list[str]:
         if problem.is_half:
             kind = "erf_beside_one" if node.operator == "erf" and _is_beside_one(node, graph) else node.operator
             template = TRITON_HALF.get(kind, template)
-        found.append(f"{node.name} = {_expression(node, template, dtypes, problem)}")
+        expression = _expression(node, template, dtypes, problem)
+        if node.name in second:
+            expression = f"{second[node.name]} if len(values) > {loaded} else {expression}"
+        found.append(f"{node.name} = {expression}")
     return found
 
 

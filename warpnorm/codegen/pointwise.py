@@ -2,12 +2,11 @@
 gradients, stores. Straight-line code, one line for each node of the graph. `kernels/__init__.py` says what each is
 called with."""
 
-import re
 from collections.abc import Sequence
 
 import torch
 
-from warpnorm.codegen import along, expressions
+from warpnorm.codegen import along, expressions, kept
 from warpnorm.codegen.expressions import TYPES, as_compute, as_stored, literal
 from warpnorm.problem import (
     ALONG,
@@ -57,6 +56,7 @@ def backward_source(problem: BackwardProblem) -> str:
         _load_rows(problem),
         _hold(problem),
         _row_numbers(problem),
+        _keep(problem),
         _prologue(problem),
         _step("epilogue_vjp", problem.epilogue_vjp, problem, masks_first=problem.needs_grad_xhat),
         _prologue_vjp(problem),
@@ -66,33 +66,6 @@ def backward_source(problem: BackwardProblem) -> str:
         _store_partials(problem),
         *(_of_lines(problem) if problem.norm.is_by_channel else []),
     )
-
-
-def widened_apart(source: str, problem: Problem) -> str:
-    """The same, but halves that are loaded by tiles are widened by what the compiler does not look into; those of columns
-    too, where a thread has several of them."""
-    operands = [operand for _, _, operand in loaded(problem)]
-    by_row, by_column = ([o for o in operands if (o.axes in BY_ROW) == is_by_row] for is_by_row in (True, False))
-    homes = {"values": (by_row, TILES), "columns": (by_column, (COLUMN,) if problem.has_vectors else ())}
-    for home, (found, axes) in homes.items():
-        for k, operand in enumerate(found):
-            if operand.axes in axes and operand.dtype.is_floating_point and operand.dtype.itemsize == 2:
-                source = source.replace(f"{home}[{k}].to(tl.float32)", f"ours.widened({home}[{k}])")
-    return source
-
-
-def unordered(source: str) -> str:
-    """The same, but the compiler does not see which addresses follow each other: every tile is read and written an element
-    at a time, in one layout."""
-    lines = source.splitlines(keepends=True)
-    is_access = [("tl.load(" in line or "tl.store(" in line) for line in lines]
-    hidden = [re.sub(r"\b(row|col)_offsets\b", r"ours.unordered(\g<0>)", line) for line in lines]
-    return "".join(new if access else old for access, new, old in zip(is_access, hidden, lines, strict=True))
-
-
-def at_once(source: str) -> str:
-    """The same, but numbers become float8 by one instruction, where it rounds as PyTorch does."""
-    return source.replace("ours.to_e4m3fn(", "ours.to_e4m3fn_at_once(")
 
 
 def _by_lines(problem: ForwardProblem | BackwardProblem) -> list[str]:
@@ -357,15 +330,34 @@ def _row_numbers(problem: BackwardProblem) -> str:
 # The pointwise steps
 
 
+def _nodes(graph: Graph, problem: Problem) -> list[str]:
+    """Lines for them, which know the second visit of a tile."""
+    count = _count_values(problem)
+    return expressions.lines(graph, problem, kept.second(expressions.as_written(graph, problem), problem, count), count)
+
+
+def _count_values(problem: Problem) -> int:
+    """How many are loaded of a tile."""
+    return sum(operand.axes in BY_ROW for _, _, operand in loaded(problem))
+
+
+def _keep(problem: BackwardProblem) -> str:
+    graph = kept.values(problem)
+    lines = _unpack(problem, graph.used_inputs) + expressions.lines(graph, problem)
+    return _function(
+        "keep", "xhat, c, values, columns, place", lines, _tuple([f"ours.kept({v})" for v in graph.outputs])
+    )
+
+
 def _prologue(problem: Problem) -> str:
     graph = problem.prologue
-    lines = _unpack(problem, graph.used_inputs) + expressions.lines(graph, problem)
+    lines = _unpack(problem, graph.used_inputs) + _nodes(graph, problem)
     result = _tile(graph.outputs[0], graph, problem)
     return _function("prologue", "values, columns, place", lines, result)
 
 
 def _step(name: str, graph: Graph, problem: Problem, masks_first: bool = False) -> str:
-    lines = _unpack(problem, graph.used_inputs) + expressions.lines(graph, problem)
+    lines = _unpack(problem, graph.used_inputs) + _nodes(graph, problem)
     results = [_tile(output, graph, problem) for output in graph.outputs]
     if masks_first and not expressions.is_finite_where_masked(graph, problem.prologue):
         results[0] = f"tl.where(place[3], {results[0]}, 0.0)"
@@ -389,7 +381,7 @@ def _prologue_vjp(problem: BackwardProblem) -> str:
     lines = []
     if problem.needs_grad_c:
         lines.append(f"grad_c = grad_c + from_epilogue[{direct}]" if direct else "grad_c = from_epilogue[0]")
-    lines += _unpack(problem, graph.used_inputs) + expressions.lines(graph, problem)
+    lines += _unpack(problem, graph.used_inputs) + _nodes(graph, problem)
     through_prologue = {
         index: _tile(output, graph, problem)
         for index, output in zip(problem.wanted_of_prologue, graph.outputs, strict=True)

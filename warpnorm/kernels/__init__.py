@@ -28,6 +28,8 @@ LOAD_ROWS      the operands that do                               -> tuple of (r
 LOAD_LINES     of these, those that are the same along a line     -> tuple of (rows, 1) values
 LOAD_TILES     the others, and both together as LOAD_ROWS gives them
 HOLD           those values again, from which the prologue is computed a second time
+KEEP           what was computed of them, xhat and c, and takes long to compute again: it is joined to what was loaded when
+               the functions below are called a second time
 PACK, UNPACK   values of a tile                                   -> as they go on to the next round of a loop, and back
 NOTHING        the shape of a tile                                -> the same of no row
 ROW_NUMBERS    row offsets of backward                            -> those of forward

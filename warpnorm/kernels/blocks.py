@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from warpnorm.kernels.masks import block_columns
+from warpnorm.kernels.pointwise import packed, unpacked
 
 
 @triton.jit
@@ -52,3 +53,25 @@ def hold_row(values, HOLD: tl.constexpr, CHUNKS: tl.constexpr):
     for chunk in tl.static_range(CHUNKS):
         held += (HOLD(values[chunk]),)
     return held
+
+
+@triton.jit
+def pack_kept(values):
+    """What is kept of a block, halves, as it goes on to the next round of a loop."""
+    words = ()
+    for k in tl.static_range(len(values)):
+        words += (packed(values[k]),)
+    return words
+
+
+@triton.jit
+def unpack_kept(words):
+    values = ()
+    for k in tl.static_range(len(words)):
+        values += (unpacked(words[k], tl.float16),)
+    return values
+
+
+@triton.jit
+def keep_nothing(xhat, c, values, columns, place):
+    return ()

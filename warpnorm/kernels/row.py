@@ -123,7 +123,8 @@ def row_forward_kernel(
 @triton.jit
 def backward_rows(
     program, programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
-    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr,
+    ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
@@ -155,7 +156,7 @@ def backward_rows(
         values, places = load_rows(
             0, row_offsets, row_mask, numbers, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS,
         )  # fmt: skip
-        row, normalized, from_epilogue = (), (), ()
+        row, normalized, from_epilogue, kept = (), (), (), ()
         for chunk in tl.static_range(CHUNKS):
             place = places[chunk]
             c = PROLOGUE(values[chunk], columns[chunk], place)
@@ -164,6 +165,8 @@ def backward_rows(
             row += (c,)
             normalized += (xhat,)
             from_epilogue += (given,)
+            if RECOMPUTES:
+                kept += (KEEP(xhat, c, values[chunk], columns[chunk], place),)
             if NEEDS_SUMS and chunk == 0:
                 state = terms(given[0], xhat, IS_CENTERED)
             elif NEEDS_SUMS:
@@ -177,7 +180,7 @@ def backward_rows(
             grad_c = xhat
             if NEEDS_SUMS:
                 if RECOMPUTES:
-                    of_chunk = HOLD(of_chunk)
+                    of_chunk = HOLD(of_chunk) + kept[chunk]
                     c = row[chunk]
                     if IS_LIGHT:
                         c = PROLOGUE(of_chunk, columns[chunk], place)
@@ -203,7 +206,8 @@ def backward_rows(
 @triton.jit
 def row_backward_kernel(
     operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups, cols, row_programs,
-    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr,
+    ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
@@ -219,21 +223,21 @@ def row_backward_kernel(
     if SUM_COLS == 0:
         backward_rows(
             program, tl.num_programs(0), operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
-            LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
             CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
         )  # fmt: skip
     elif tl.num_programs(0) == row_programs:
         backward_rows(
             program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
-            LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
             CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
         )  # fmt: skip
     elif program < row_programs:
         backward_rows(
             program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
-            LOAD_COLUMNS, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, 0, NEEDS_SUMS, IS_CENTERED, COMPUTE, False, FEW_ROWS, BLOCK_COLS,
             CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, 1, False, False,
         )  # fmt: skip

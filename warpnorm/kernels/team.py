@@ -7,7 +7,7 @@ sums of forward are a mean and M2, which all merge in the same order."""
 import triton
 import triton.language as tl
 
-from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows
+from warpnorm.kernels.blocks import compute_row, hold_row, load_columns, load_rows, pack_kept, unpack_kept
 from warpnorm.kernels.chain import let_next_begin
 from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.messages import (
@@ -261,11 +261,12 @@ def team_forward_kernel(
 @triton.jit
 def begin_row(
     row, operands, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
-    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
+    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE_VJP: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Loads a row and sends its sums; returns its statistics, and what it keeps of its values."""
+    """Loads a row and sends its sums; returns its statistics, and what it keeps of its values, or of what was computed of
+    them."""
     row_offsets = row + tl.arange(0, 1)
     row_mask = rows_mask(row_offsets, rows)
     numbers = ROW_NUMBERS(row_offsets, sizes, rows)
@@ -281,8 +282,8 @@ def begin_row(
         xhat = tl.where(mask, normalize(c, statistics, IS_CENTERED), 0.0)
         grad_xhat = EPILOGUE_VJP(xhat, c, values, columns[chunk], place)[0]
         state = add_terms(state, grad_xhat, xhat, IS_CENTERED)
-        if KEEPS:
-            kept += (HOLD(values),)
+        computed = pack_kept(KEEP(xhat, c, values, columns[chunk], place))
+        kept += ((HOLD(values) if KEEPS else (), computed),)
     send(sum_terms(state, IS_CENTERED), mailbox, number, SPLITS, IS_CENTERED)
     return statistics, kept
 
@@ -308,9 +309,10 @@ def finish_row(
         mask = row_mask[:, None] & col_mask[None, :]
         place = (numbers, col_offsets, cols, mask)
         if KEEPS:
-            values = kept[chunk]
+            values = kept[chunk][0]
         else:
             values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
+        values += unpack_kept(kept[chunk][1])
         c = PROLOGUE(values, columns[chunk], place)
         xhat = tl.where(mask, normalize(c, statistics, IS_CENTERED), 0.0)
         from_epilogue = EPILOGUE_VJP(xhat, c, values, columns[chunk], place)
@@ -327,7 +329,7 @@ def finish_row(
 def walk_share(
     share, shares, group_rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides, sizes,
     rows, cols,
-    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
+    LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
     ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr,
     COMPUTE: tl.constexpr, KEEPS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr,
@@ -338,13 +340,13 @@ def walk_share(
     end = (share // shares + 1) * group_rows
     accumulators = ((tl.zeros((1, BLOCK_COLS), COMPUTE),) * ACCUMULATORS,) * CHUNKS
     statistics, kept = begin_row(
-        row, operands, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, LOAD_ROWS, HOLD, ROW_NUMBERS,
-        PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        row, operands, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, LOAD_ROWS, HOLD, KEEP,
+        ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
     for next_row in tl.range(row + shares, end, shares, num_stages=STAGES):
         next_statistics, next_kept = begin_row(
             next_row, operands, columns, mailbox, number + 1, statistic_ptrs, strides, sizes, rows, cols, LOAD_ROWS, HOLD,
-            ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+            KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
         accumulators = finish_row(
             next_row - shares, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number,
@@ -368,7 +370,7 @@ def walk_share(
 @triton.jit
 def walk_backward(
     operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols,
-    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr, ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr,
     IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr, HAS_GROUPS: tl.constexpr,
@@ -386,14 +388,14 @@ def walk_backward(
         for share in tl.range(program, groups * shares, programs):
             number = walk_share(
                 share, shares, rows // groups, number, operands, columns, gradients, partials, mailbox, statistic_ptrs,
-                strides, sizes, rows, cols, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
+                strides, sizes, rows, cols, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
                 STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS,
                 IS_EXACT, IS_EVEN, SPLITS, STAGES,
             )  # fmt: skip
     else:
         walk_share(
             program, programs, rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides, sizes,
-            rows, cols, LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
+            rows, cols, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
             ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN,
             SPLITS, STAGES,
         )  # fmt: skip
@@ -402,7 +404,7 @@ def walk_backward(
 @triton.jit
 def team_backward_kernel(
     operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols,
-    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, ROW_NUMBERS: tl.constexpr,
+    LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr, ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr,
     IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr, HAS_GROUPS: tl.constexpr,
@@ -412,14 +414,14 @@ def team_backward_kernel(
     if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT, HAS_COPY):
         walk_backward(
             operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
-            LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
+            LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
             STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, HAS_GROUPS, BLOCK_COLS, CHUNKS, True, IS_EXACT,
             SPLITS, STAGES,
         )  # fmt: skip
     else:
         walk_backward(
             operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
-            LOAD_ROWS, HOLD, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
+            LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
             STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, HAS_GROUPS, BLOCK_COLS, CHUNKS, False, False, SPLITS,
             STAGES,
         )  # fmt: skip

@@ -115,8 +115,15 @@ TRITON_HALF: dict[str, str] = {
     "erf_beside_one": "ours.quick_erf_beside_one({0})",
     "gelu": "ours.quick_gelu({0})",  # these two are found in graphs, by codegen/shorter.py
     "gelu_slope": "ours.quick_gelu_slope({0})",
+    "normal_distribution": "ours.normal_distribution({0})",  # this one is in none, but see KEPT
     "rsqrt": "tl.rsqrt({0})",
     "sqrt": "tl.sqrt({0})",
+}
+# Of these, what takes long and is made of one value between zero and one, of the same argument, that a tile's second visit
+# finds as a half: which value, and what follows from it, {1} (codegen/kept.py)
+KEPT: dict[str, tuple[str, str]] = {
+    "gelu": ("normal_distribution", "{0} * {1}"),
+    "gelu_slope": ("normal_distribution", "ours.gelu_slope_of({0}, {1})"),
 }
 # Finite for every finite argument: a masked lane, which holds zeros, stays finite behind these.
 TOTAL = frozenset({

@@ -115,6 +115,15 @@ def quick_sigmoid(x):
 
 
 @triton.jit
+def quick_tanh(x):
+    """Near zero the first terms of the series, for the relative error."""
+    square = x * x
+    near_zero = x * (((-0.0539682540 * square + 0.1333333333) * square - 0.3333333333) * square + 1.0)
+    rest = library.fast_dividef(tl.full((1, 1), 2.0, tl.float32), 1.0 + library.fast_expf(x * 2.0))
+    return tl.where(tl.abs(x) < 0.25, near_zero, 1.0 - rest)
+
+
+@triton.jit
 def quick_erf(x):
     """Near zero the first terms of the series, for the relative error."""
     square = x * x

@@ -111,6 +111,7 @@ TRITON_HALF: dict[str, str] = {
     "reciprocal": "1.0 / {0}",
     "exp": "library.fast_expf({0})",
     "sigmoid": "ours.quick_sigmoid({0})",
+    "tanh": "ours.quick_tanh({0})",
     "erf": "ours.quick_erf({0})",
     "erf_beside_one": "ours.quick_erf_beside_one({0})",
     "gelu": "ours.quick_gelu({0})",  # these two are found in graphs, by codegen/shorter.py

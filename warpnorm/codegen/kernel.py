@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 from warpnorm import version
 from warpnorm.errors import UnavailableError
 from warpnorm.plan.device import Device
-from warpnorm.plan.plan import HELD, TEAM, Plan
+from warpnorm.plan.plan import HELD, ROW, TEAM, Plan
 
 MESSAGE = 400  # characters of the compiler's
 
@@ -51,8 +51,8 @@ class BoundKernel:
             options = {"num_warps": plan.warps, "enable_fp_fusion": has_fused_multiply_add}
             if plan.pattern == TEAM or (plan.pattern == HELD and plan.splits > 1):
                 options["launch_cooperative_grid"] = True  # all programs run at the same time, or the launch fails
-                if plan.per_unit:
-                    options["maxnreg"] = device.registers(plan.per_unit * plan.warps)
+            if plan.per_unit and ("launch_cooperative_grid" in options or plan.pattern == ROW):
+                options["maxnreg"] = device.registers(plan.per_unit * plan.warps)
             if constants.get("IS_CHAINED"):
                 options["launch_pdl"] = True
             self.compiled = _compile(source, target, options)

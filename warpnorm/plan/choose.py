@@ -73,8 +73,11 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     elif is_half and cols in (2048, 4096) and not is_light:
         warps = cols // 512  # silu(x) * r -> LayerNorm at 2048: 100, and 90 with 2; gelu(x + b) -> RMSNorm 94 and 90
     if is_half and cols == 16384 and problem.has_vectors and not is_light:
-        # The reductions leave a lone program idle: keep the next rows in flight. silu(x) * r -> LayerNorm: 92, 91 with 8
-        # warps, and 76 with one program a row; gelu(x + b) -> RMSNorm 84 and 76
+        # The reductions leave a lone program idle: keep the next rows in flight. silu(x) * r -> LayerNorm: 96 in four
+        # blocks, 92 in one, of which 40 bytes of a thread spill, and 76 with one program a row; gelu(x + b) -> RMSNorm 92,
+        # and 90 in four blocks
+        if problem.is_filled and sum(o.axes == FULL for o in problem.operands) > 1:
+            block_cols, chunks = cols // 4, 4
         stages = needs.stages(
             device, 1, needs.loaded_bytes(problem.operands, cols), needs.IN_FLIGHT_BYTES * len(problem.varying)
         )
@@ -147,11 +150,13 @@ def backward(problem: BackwardProblem, device: Device, space: Space | None = Non
         and device.backend == "cuda"
         and not problem.norm.is_by_channel
     ):
-        # In two blocks, for the want of registers. gelu(x + b) -> RMSNorm: 68, and 53 in one block with c kept;
+        # In two blocks, for the want of registers. gelu(x + b) -> RMSNorm: 88, and 75 in one block;
         # silu(x) * r -> LayerNorm: 81, 79 with 8 warps or in one block, 75 by two programs; RMSNorm * silu(z): 96, 98 and 75
         why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
-        stages = min(3, needs.stages(device, 1, needs.loaded_bytes(loads, cols), needs.IN_FLIGHT_BYTES * 3 // 2))
-        warps = 8 if len(problem.varying) == 1 else 16
+        # gelu(x + b) -> RMSNorm: 88 with four stages, and 86 with three
+        deepest, warps = (4, 8) if len(problem.varying) == 1 else (3, 16)
+        in_flight = needs.IN_FLIGHT_BYTES * deepest // 2
+        stages = min(deepest, needs.stages(device, 1, needs.loaded_bytes(loads, cols), in_flight))
         return Plan(ROW, 1, 4096, warps, device.units, chunks=2, stages=stages, recomputes=True, why=why)
     if live <= device.registers_per_unit * most // 16:
         return _row_backward(problem, device, loads, block_cols, chunks)
@@ -224,14 +229,28 @@ def _row_backward(
         block_rows, warps = 1, min(cols * words // 512, 16)
     stage_bytes = needs.loaded_bytes(loads, block_rows * cols)
     tensors = max(1, stage_bytes // (block_rows * cols * itemsize))
-    if cols == 2048 and itemsize == 2 and tensors == 2 and problem.has_vectors and needs.kept(problem):
-        warps = 8  # gelu(x + b) -> RMSNorm: 86, and 84 with 4
-    is_half = cols == 4096 and itemsize == 2 and tensors == 2 and problem.has_vectors
-    if is_half and needs.kept(problem):
-        # gelu(x + b) -> RMSNorm: 79, 77 with 8 warps, 72 with two programs a unit
+    is_half = itemsize == 2 and tensors == 2 and problem.has_vectors
+    has_prologue = bool(needs.kept(problem))
+    if is_half and cols == 2048 and has_prologue and device.backend == "cuda":
+        # gelu(x + b) -> RMSNorm: 98, 92 with three stages, 90 by two programs of 8 warps, 80 by two or 72 by four of 4;
+        # silu(x + b) 96, 87 by two of 8, gelu(x) -> LayerNorm 96 and 78, mish(x + b) 73 and 71
+        why = "persistent: sums over rows stay in registers; as many programs as these have room for"
+        stages = needs.stages(device, 3, stage_bytes, needs.IN_FLIGHT_BYTES * 3 // 2)
+        return Plan(ROW, 1, cols, 4, device.units * 3, stages=stages, per_unit=3, why=why)
+    if is_half and cols == 2048 and has_prologue:
+        warps = 8
+    is_half = is_half and cols == 4096
+    if is_half and has_prologue and (needs.slow_steps(problem) > 1 or device.backend != "cuda"):
         why = "persistent: sums over rows stay in registers; many warps for a long prologue"
         stages = needs.stages(device, 1, stage_bytes, needs.IN_FLIGHT_BYTES * 2)
         return Plan(ROW, 1, cols, 16, device.units, stages=stages, why=why)
+    if is_half and has_prologue:
+        # In four blocks, computed again but for what gelu keeps. gelu(x + b) -> RMSNorm: 90, in two blocks 89, in one 87,
+        # and 83 if it is computed once, by 16 warps; silu(x + b) 87 and 74, gelu(x) -> LayerNorm 90 and 75, but mish(x + b)
+        # 56 and 67
+        why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
+        stages = needs.stages(device, 2, stage_bytes, needs.IN_FLIGHT_BYTES)
+        return Plan(ROW, 1, cols // 4, 4, device.units * 2, chunks=4, stages=stages, recomputes=True, why=why)
     if is_half and len(problem.accumulated) > 1:
         # Two accumulators keep one program busy while the other loads: LayerNorm 93, with one program 89; RMSNorm 90, 93.
         # In four blocks 98, and at 4000, of which only the last is masked, 97, in one 75

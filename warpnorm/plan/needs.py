@@ -30,6 +30,11 @@ def is_quick(problem: ForwardProblem | BackwardProblem) -> bool:
     return all(operator in QUICK for operator in _operators(problem))
 
 
+def slow_steps(problem: ForwardProblem | BackwardProblem) -> int:
+    """How many operators of the prologue take longer."""
+    return sum(node.operator not in QUICK for node in problem.prologue.nodes)
+
+
 def draws(problem: ForwardProblem | BackwardProblem) -> bool:
     """Whether there is a mask of dropout to be drawn, which takes registers for four elements at once."""
     return "keep" in _operators(problem)

@@ -37,8 +37,8 @@ class Plan:
     backward, on NVIDIA's GPUs).
     `least`: elements of a tile for each warp, where there are few rows (`row`: forward, where there is a program for each
     block of rows; backward, where a program has one warp).
-    `per_unit`: so many programs of a team must fit on a multiprocessor, if not 0: they have no more registers than that
-    leaves (`team`, `held`).
+    `per_unit`: so many programs must fit on a multiprocessor, if not 0: they have no more registers than that leaves
+    (`team`, `held`, and `row` on NVIDIA's GPUs).
     `why`: what the choice followed from; it makes no difference between plans."""
 
     pattern: str

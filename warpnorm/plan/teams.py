@@ -82,8 +82,10 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         return Part(2048, 2, 4, 4, True) if is_wide else Part(1024, 1, 8, 2, True)
     if is_half and (sums == 2 or (sums == 1 and kept)) and cols <= 65536:
         # LayerNorm at 16384, 32768 and 65536: 84, 84 and 83; if rows are loaded again 81, 80, 80; with 4096 columns 83, 83
-        # and 82. silu(x) * r -> LayerNorm at 16384: 74, 71 with 4096 columns and 40 if they are kept; gelu(x + b) -> RMSNorm
-        # 57, 53 and 43; RMSNorm * silu(z) 83 and 79
+        # and 82. silu(x) * r -> LayerNorm at 16384: 74, 71 with 4096 columns and 40 if they are kept; RMSNorm * silu(z) 83
+        # and 79. gelu(x + b) -> RMSNorm 76, with 2048 columns 73
+        if is_heavy and loaded <= 4 and cols <= 16384:
+            return Part(1024, 1, 8, 4)
         return Part(2048, 2, 4, 4 if is_heavy or keeps else 1, keeps)
     if not is_heavy and sums <= 1 and is_half and loaded <= 4:
         # RMSNorm at 32768: 93, at 65536, 131072 and 262144: 91, 90 and 88; with two programs a unit and one block each, and

@@ -425,3 +425,22 @@ def test_a_long_walk_is_written_once() -> None:
         return len(bind.backward(found.problem, found.plan, KNOWN["sm_90"], 0).compiled.asm["ptx"])
 
     assert length(20_000) <= 1.25 * length(20_480)
+
+
+@pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("cols", [72, 96, 192, 512, 1024, 2048])
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_no_product_is_rounded_here_and_fused_there(norm: Norm, cols: int, target: str) -> None:
+    """Which of the two it is where it is added up the compiler decides by what stands around it: tiles of few rows and of
+    many would have other bits, and so would those for which nobody asks for the gradients that are sums over rows."""
+    call, views = call_and_views(norm, cols, torch.float32)
+    for wanted in (tuple(range(len(views))), (0,)):
+        problem = pipeline.backward_problem(call, (*views, views[0]), (0,), wanted)[0]
+        plan = choose.backward(problem, KNOWN[target])
+        ptx = bind.backward(problem, plan, KNOWN[target], 0).compiled.asm["ptx"]
+        rounded, fused = (
+            {frozenset(pair) for pair in re.findall(rf"\b{operator}\.f32\s+%r\d+, (%r\d+), (%r\d+)", ptx)}
+            for operator in ("mul", r"fma\.rn")
+        )
+        assert rounded
+        assert not rounded & fused

@@ -26,6 +26,7 @@ from warpnorm.kernels.column import column_backward_kernel, column_forward_kerne
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.held import held_backward_kernel, held_forward_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
+from warpnorm.kernels.pointwise import as_it_is, rounded
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
 from warpnorm.kernels.team import team_backward_kernel, team_forward_kernel
 from warpnorm.locks import Lock
@@ -125,10 +126,11 @@ def _is_quicker_apart(problem: Problem, plan: Plan) -> bool:
     return plan.pattern in (TEAM, COLUMN) and not plan.keeps
 
 
-def _is_fused(problem: Problem) -> bool:
+def _is_fused(problem: Problem, plan: Plan, few_rows: int) -> bool:
     """Whether products may be fused with sums. Not of a lone column: its gradient is a product minus its own mean, which is
-    zero if the product is rounded both times; and c minus its own mean is, if c is rounded as forward did."""
-    return problem.cols_class > 1
+    zero if the product is rounded both times; and c minus its own mean is, if c is rounded as forward did. Nor where few
+    rows come in smaller tiles and something is computed of them first: see `_round`."""
+    return problem.cols_class > 1 and (few_rows == plan.block_rows or not problem.prologue.nodes)
 
 
 def _can_chain(device: Device) -> bool:
@@ -179,7 +181,7 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
         constants |= {"IS_PERSISTENT": plan.programs > 0, "IS_CORRECTED": problem.has_long_mantissas}
         constants |= {"KEEPS_VARIANCE": problem.norm.keeps_variance, "HAS_RUNNING": bool(problem.running)}
         constants |= {"IS_CHAINED": _can_chain(device), "FEW_ROWS": grid.few_rows(plan)}
-        is_fused = _is_fused(problem)
+        is_fused = _is_fused(problem, plan, constants["FEW_ROWS"])
         return BoundKernel(row_forward_kernel, arguments | running, constants, plan, device, is_fused)
     if plan.pattern == TEAM:
         constants |= _functions(functions, "hold")
@@ -254,6 +256,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
     if plan.pattern == ROW:
         functions = load(pointwise.backward_source(problem))
         constants |= _functions(functions, "hold") | {"KEEP": _keep(functions, device)}
+        constants["ROUND"] = _round(problem, device)
         constants |= {"BLOCK_ROWS": plan.block_rows, "CHUNKS": plan.chunks}
         constants["FULL_CHUNKS"] = _full_chunks(problem, plan)
         constants["SUM_ROWS"], constants["SUM_COLS"] = grid.sum_tile(plan, problem)
@@ -264,7 +267,7 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         totals = [problem.gradients[i] for i in problem.reduced] if constants["SUM_COLS"] else []
         arguments["totals"] = tuple(Argument("*" + TYPES[total.dtype], ALIGNED) for total in totals)
         geometry["row_programs"] = Argument("i32")
-        is_fused = _is_fused(problem)
+        is_fused = _is_fused(problem, plan, constants["FEW_ROWS"])
         return BoundKernel(row_backward_kernel, arguments | geometry, constants, plan, device, is_fused)
     sums = {"sum_ptrs": statistics(problem)}
     return BoundKernel(long_row_backward_kernel, arguments | sums | geometry, constants, plan, device)
@@ -354,6 +357,15 @@ def _recomputes(plan: Plan, device: Device) -> bool:
 
 def _keep(functions: ModuleType, device: Device) -> Any:
     return functions.keep if device.backend == "cuda" else keep_nothing
+
+
+def _round(problem: BackwardProblem, device: Device) -> Any:
+    """Of the gradient of xhat, which is added up as it is. Whether a product that is read elsewhere too is fused with a sum,
+    the compiler decides by what stands around it, and tiles of few rows, of many, and of those for which nobody asks for
+    sums over rows would have other bits. Wider rows have one kind of tile."""
+    is_product = problem.needs_grad_xhat and problem.epilogue_vjp.outputs[0] not in problem.epilogue_vjp.inputs
+    is_some = is_product and device.backend == "cuda" and problem.cols_class <= grid.WIDEST_FEW
+    return rounded if is_some else as_it_is
 
 
 def _is_light(problem: Problem) -> bool:

@@ -36,6 +36,7 @@ ROW_NUMBERS    row offsets of backward                            -> those of fo
 PROLOGUE       values, columns, place                             -> c, in the dtype of computation
 EPILOGUE       xhat, c, values, columns, place                    -> tuple of outputs
 EPILOGUE_VJP   xhat, c, values, columns, place                    -> tuple of gradients: of xhat, of c, of operands
+ROUND          the gradient of xhat                               -> as it is, or where it is a product, rounded
 PROLOGUE_VJP   grad_c, those gradients, values, columns, place    -> the gradient of each wanted operand, elementwise
 STORE          writes what lies full in memory
 STORE_ROW_SUMS writes what is one value a row

@@ -41,6 +41,21 @@ def widened(x):
 
 
 @triton.jit
+def rounded(x):
+    """x, but the compiler does not know what it is a product of, to add that up before it is rounded. On NVIDIA's GPUs
+    alone."""
+    if x.dtype == tl.float64:
+        return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=d,d", [x], dtype=x.dtype, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise(MOVE, "=f,f", [x], dtype=x.dtype, is_pure=True, pack=1)
+
+
+@triton.jit
+def as_it_is(x):
+    return x
+
+
+@triton.jit
 def kept(x):
     """A float32 as a half, two of them one register, but the compiler does not know what it was. On NVIDIA's GPUs alone."""
     return tl.inline_asm_elementwise(AS_FLOAT16, "=r,f,f", [x], dtype=tl.float16, is_pure=True, pack=2)

@@ -125,7 +125,7 @@ def backward_rows(
     program, programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr,
     ROW_NUMBERS: tl.constexpr,
-    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
+    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, ROUND: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
@@ -168,9 +168,9 @@ def backward_rows(
             if RECOMPUTES:
                 kept += (KEEP(xhat, c, values[chunk], columns[chunk], place),)
             if NEEDS_SUMS and chunk == 0:
-                state = terms(given[0], xhat, IS_CENTERED)
+                state = terms(ROUND(given[0]), xhat, IS_CENTERED)
             elif NEEDS_SUMS:
-                state = add_terms(state, given[0], xhat, IS_CENTERED)
+                state = add_terms(state, ROUND(given[0]), xhat, IS_CENTERED)
         if NEEDS_SUMS:
             sums = sum_terms(state, IS_CENTERED)
         added = ()
@@ -186,7 +186,7 @@ def backward_rows(
                         c = PROLOGUE(of_chunk, columns[chunk], place)
                         xhat = tl.where(place[3], normalize(c, statistics, IS_CENTERED), 0.0)
                     given = EPILOGUE_VJP(xhat, c, of_chunk, columns[chunk], place)
-                grad_c = gradient(given[0], xhat, sums, statistics, cols, IS_CENTERED, COLS)
+                grad_c = gradient(ROUND(given[0]), xhat, sums, statistics, cols, IS_CENTERED, COLS)
             results = PROLOGUE_VJP(grad_c, given, of_chunk, columns[chunk], place)
             STORE(gradients, results, strides, sizes, row_offsets, place[1], place[3])
             STORE_ROW_SUMS(partials, results, strides, sizes, row_offsets, row_mask, place[3], chunk, rows)
@@ -208,7 +208,7 @@ def row_backward_kernel(
     operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups, cols, row_programs,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr,
     ROW_NUMBERS: tl.constexpr,
-    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
+    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, ROUND: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
@@ -223,22 +223,22 @@ def row_backward_kernel(
     if SUM_COLS == 0:
         backward_rows(
             program, tl.num_programs(0), operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
-            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
-            ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
-            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, ROUND, PROLOGUE_VJP, STORE,
+            STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS,
+            BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
         )  # fmt: skip
     elif tl.num_programs(0) == row_programs:
         backward_rows(
             program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
-            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
-            ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS, BLOCK_ROWS, BLOCK_COLS,
-            CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, ROUND, PROLOGUE_VJP, STORE,
+            STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, NEEDS_SUMS, IS_CENTERED, COMPUTE, HAS_GROUPS,
+            BLOCK_ROWS, BLOCK_COLS, CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, STAGES, HAS_NEXT, True,
         )  # fmt: skip
     elif program < row_programs:
         backward_rows(
             program, row_programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
-            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
-            ACCUMULATE, STORE_PARTIALS, 0, NEEDS_SUMS, IS_CENTERED, COMPUTE, False, FEW_ROWS, BLOCK_COLS,
+            LOAD_COLUMNS, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, ROUND, PROLOGUE_VJP, STORE,
+            STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, 0, NEEDS_SUMS, IS_CENTERED, COMPUTE, False, FEW_ROWS, BLOCK_COLS,
             CHUNKS, FULL_CHUNKS, IS_LIGHT, RECOMPUTES, 1, False, False,
         )  # fmt: skip
     else:

@@ -233,21 +233,22 @@ def _row_backward(
     has_prologue = bool(needs.kept(problem))
     if is_half and cols == 2048 and has_prologue and device.backend == "cuda":
         # gelu(x + b) -> RMSNorm: 98, 92 with three stages, 90 by two programs of 8 warps, 80 by two or 72 by four of 4;
-        # silu(x + b) 96, 87 by two of 8, gelu(x) -> LayerNorm 96 and 78, mish(x + b) 73 and 71
+        # silu(x + b) 96, 87 by two of 8, gelu(x) -> LayerNorm 96 and 78, mish(x + b) 80 and 70,
+        # gelu by tanh 87 and 71
         why = "persistent: sums over rows stay in registers; as many programs as these have room for"
         stages = needs.stages(device, 3, stage_bytes, needs.IN_FLIGHT_BYTES * 3 // 2)
         return Plan(ROW, 1, cols, 4, device.units * 3, stages=stages, per_unit=3, why=why)
     if is_half and cols == 2048 and has_prologue:
         warps = 8
     is_half = is_half and cols == 4096
-    if is_half and has_prologue and (needs.slow_steps(problem) > 1 or device.backend != "cuda"):
+    if is_half and has_prologue and not (needs.is_quick_again(problem) and device.backend == "cuda"):
         why = "persistent: sums over rows stay in registers; many warps for a long prologue"
         stages = needs.stages(device, 1, stage_bytes, needs.IN_FLIGHT_BYTES * 2)
         return Plan(ROW, 1, cols, 16, device.units, stages=stages, why=why)
     if is_half and has_prologue:
         # In four blocks, computed again but for what gelu keeps. gelu(x + b) -> RMSNorm: 90, in two blocks 89, in one 87,
         # and 83 if it is computed once, by 16 warps; silu(x + b) 87 and 74, gelu(x) -> LayerNorm 90 and 75, but mish(x + b)
-        # 56 and 67
+        # 56 and 67, gelu by tanh 56 and 69
         why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
         stages = needs.stages(device, 2, stage_bytes, needs.IN_FLIGHT_BYTES)
         return Plan(ROW, 1, cols // 4, 4, device.units * 2, chunks=4, stages=stages, recomputes=True, why=why)
@@ -263,7 +264,11 @@ def _row_backward(
     stages = needs.stages(device, per_unit, stage_bytes, in_flight)
     why = f"persistent: sums over rows stay in registers; {stages - 1} blocks of rows in flight, {per_unit} programs a unit"
     least = narrow.least_backward(problem, device)
-    return Plan(ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, least=least, why=why)
+    # Of fp32 the compiler has 48 registers to a thread at 64 on a B200, and stores one, unless it is told how many there are
+    told = per_unit if cols <= 64 and device.backend == "cuda" else 0
+    return Plan(
+        ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, least=least, per_unit=told, why=why
+    )  # fmt: skip
 
 
 def _row_backward_by_blocks(

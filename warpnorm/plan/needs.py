@@ -14,6 +14,8 @@ QUICK = frozenset({
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not",
 })  # fmt: skip
 
+AGAIN = frozenset({"erf", "sigmoid"})
+
 
 def kept(problem: BackwardProblem) -> tuple[Operand, ...]:
     """The operands by which the prologue is differentiated, and the epilogue, where they vary by row."""
@@ -30,9 +32,10 @@ def is_quick(problem: ForwardProblem | BackwardProblem) -> bool:
     return all(operator in QUICK for operator in _operators(problem))
 
 
-def slow_steps(problem: ForwardProblem | BackwardProblem) -> int:
-    """How many operators of the prologue take longer."""
-    return sum(node.operator not in QUICK for node in problem.prologue.nodes)
+def is_quick_again(problem: ForwardProblem | BackwardProblem) -> bool:
+    """Whether the prologue takes little to compute a second time, or is kept: an operator of AGAIN, and quick ones."""
+    slow = [node.operator for node in problem.prologue.nodes if node.operator not in QUICK]
+    return len(slow) <= 1 and AGAIN.issuperset(slow)
 
 
 def draws(problem: ForwardProblem | BackwardProblem) -> bool:

@@ -225,6 +225,24 @@ def test_rows_as_a_gpu_would(norm: Norm, cols: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("as_chosen")
+@pytest.mark.parametrize("scales", [(-6, 6), (0, 0)], ids=["mixed", "alike"])
+def test_deviations_as_a_gpu_would(scales: tuple[int, int]) -> None:
+    """Of long mantissas, whose statistics programs send each other: a word has room for less, and a root has an error of its
+    own."""
+    factors = torch.logspace(*scales, 8, dtype=torch.float64).view(-1, 1)
+    errors = []
+    for seed in range(12):
+        x = (random((2, 8, 4500), torch.float64, "cpu", 100 * seed) * factors).float()
+        call, operands = call_of(arguments(GROUPS, x))
+        found = pipeline.forward(call, operands)[1][1].double()
+        variance = x.double().reshape(found.numel(), -1).var(1, unbiased=False)
+        errors.append((found * (variance + call.eps).sqrt() - 1).abs())
+    error = torch.cat(errors) / torch.finfo(torch.float32).eps
+    assert error.max() <= 0.75
+    assert error.mean() <= 0.25
+
+
+@pytest.mark.usefixtures("as_chosen")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_channels_as_a_gpu_would(dtype: torch.dtype) -> None:
     shape = (32, 2, 28, 28)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from warpnorm.kernels.blocks import compute_row, hold_row, load_columns
 from warpnorm.kernels.merge import keep_statistics
-from warpnorm.kernels.messages import last_message, member, of_row, send, team_number, team_size, teams
+from warpnorm.kernels.messages import last_digit, last_message, member, of_row, send, team_number, team_size, teams
 from warpnorm.kernels.pieces import (
     added_up,
     as_tiles,
@@ -41,13 +41,13 @@ from warpnorm.kernels.statistics import (
     mean_and_squares,
     mean_of,
     normalize,
+    precise_reciprocal_sqrt,
     recentered,
     reciprocal_sqrt,
     rounded_off,
     row_deviations,
     wide_sum,
 )
-from warpnorm.kernels.sums import sums_of
 
 # Values of a lane from which it pays to merge mean and M2 of lanes, which takes as long for few. Percent of copy speed on an
 # H200, fp16: BatchNorm of 32 x 64 x 112 x 112, 13 values, 71, and 65 by a mean and then M2; of 64 x 256 x 56 x 56, 7 values,
@@ -84,17 +84,20 @@ def begin_forward(
             mean, low, total = recentered(mean, total_of(squares, row_mask), off, count)
         elif IS_CORRECTED:
             rounded = mean
-            off, total = sums_of((flat(off, row_mask), flat(squares, row_mask)), 1, 2)
+            off = tl.sum(flat(off, row_mask), 1)
+            total = wide_sum(flat(squares, row_mask)).to(tl.float32)  # else half of what rstd is off by
             mean, total = corrected(rounded, total, off, count)
             low = rounded_off(rounded, mean_of(off, count), mean)
         else:
             total = total_of(squares, row_mask)
-        if IS_CORRECTED and MOST > 1:
-            send((low,), mailbox, number, splits, False, 1, WORDS)
     if RECOMPUTES and not IS_AHEAD:
         values = hold_row(values, HOLD, CHUNKS)
     if MOST > 1:
-        send((mean, total), mailbox, number, splits, True, 0, WORDS, IS_POSITIVE=True)
+        told = total
+        if IS_CORRECTED:
+            told, digit = last_digit(total)
+            send((low, digit), mailbox, number, splits, True, 1, WORDS)
+        send((mean, told), mailbox, number, splits, True, 0, WORDS, IS_POSITIVE=True)
     return values, c, mean, total
 
 
@@ -114,7 +117,10 @@ def finish_forward(
     else:
         mean, total = let_loose((mean, total), 2)
     variance = mean_of(total, pieces.to(tl.float32) * cols)
-    found = (mean, reciprocal_sqrt(variance + eps, True), variance)
+    if IS_CORRECTED:
+        found = (mean, precise_reciprocal_sqrt(variance + eps), variance.to(tl.float32))
+    else:
+        found = (mean, reciprocal_sqrt(variance + eps, True), variance)
     keep_statistics(
         statistic_ptrs, running_ptrs, found, row + tl.arange(0, 1), is_first(), factors, STATISTICS, HAS_RUNNING
     )

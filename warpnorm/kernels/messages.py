@@ -115,6 +115,20 @@ def send(
 
 
 @triton.jit
+def last_digit(number):
+    """What a number that is never negative loses where it leaves its sign to the round: what is left of it, and the digit,
+    as the sign of a zero."""
+    bits = number.to(tl.int32, bitcast=True)
+    return (bits & -2).to(tl.float32, bitcast=True), (bits << 31).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def with_last_digit(number, digit):
+    lowest = (digit.to(tl.int32, bitcast=True) >> 31) & 1
+    return (number.to(tl.int32, bitcast=True) | lowest).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def wait_for(first, second, round, COUNT: tl.constexpr, A_THREAD: tl.constexpr):
     """The halves of words, at the addresses `first`, and `second` if COUNT is 2."""
     if COUNT == 1 and A_THREAD == 1:

@@ -6,7 +6,7 @@ import triton.language as tl
 
 from warpnorm.kernels.blocks import load_rows
 from warpnorm.kernels.masks import block_columns
-from warpnorm.kernels.messages import member, messages, of_row, product, send
+from warpnorm.kernels.messages import member, messages, of_row, product, send, with_last_digit
 from warpnorm.kernels.statistics import in_row, mean_of
 from warpnorm.kernels.sums import sums_of
 
@@ -69,16 +69,19 @@ def merge_messages(
     mailbox, number, splits, pieces, cols,
     BLOCK_ROWS: tl.constexpr, MOST: tl.constexpr, IS_CORRECTED: tl.constexpr, A_THREAD: tl.constexpr,
 ):  # fmt: skip
-    """(mean, M2) of a row. IS_CORRECTED: a second word has what the mean of a part is rounded off by."""
+    """(mean, M2) of a row. IS_CORRECTED: a second word has what the mean of a part is rounded off by, and the digit of M2
+    that the first has no room for; M2 is float64 then."""
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
     found = messages(mailbox, number, splits, MOST, 0, WORDS, True, WORDS, A_THREAD)
     means, squares = found[0], found[1]
     counts = counts_of(found[2], pieces, cols, BLOCK_ROWS)
     if IS_CORRECTED:
+        squares = with_last_digit(squares, found[4])
         wide = means.to(tl.float64) + found[3]
         mean = tl.sum(product(counts.to(tl.float64), wide)) / tl.sum(counts.to(tl.float64))
-        deviations = (wide - mean).to(tl.float32)
-        return of_row(mean.to(tl.float32)), of_row(tl.sum(squares + counts * deviations * deviations))
+        deviations = wide - mean
+        merged = tl.sum(squares.to(tl.float64) + counts.to(tl.float64) * deviations * deviations)
+        return of_row(mean.to(tl.float32)), tl.zeros((1,), tl.float64) + merged
     else:  # in two steps, which take less time than one with a division in each of its rounds
         mean = mean_of(of_row(tl.sum(product(counts, means))), pieces.to(tl.float32) * cols)
         deviations = means - tl.sum(mean)

@@ -27,6 +27,16 @@ def reciprocal_sqrt(value, IS_TIGHT: tl.constexpr = False):
 
 
 @triton.jit
+def precise_reciprocal_sqrt(value):
+    """In float32, of a value that may be float64, without the errors of two roundings: by a step of Newton's in float64,
+    which takes few instructions."""
+    root = reciprocal_sqrt(value.to(tl.float32), True)
+    wide = root.to(tl.float64)
+    better = (wide + wide * 0.5 * (1.0 - value.to(tl.float64) * wide * wide)).to(tl.float32)
+    return tl.where((root > 0.0) & (root < float("inf")), better, root)
+
+
+@triton.jit
 def mean_of(total, count, COUNT: tl.constexpr = 0):
     """COUNT: the same, if the compiler knows it, else 0. By a power of two a division is a multiplication."""
     IS_POWER: tl.constexpr = COUNT > 0 and triton.next_power_of_2(COUNT) == COUNT

@@ -444,3 +444,18 @@ def test_no_product_is_rounded_here_and_fused_there(norm: Norm, cols: int, targe
         )
         assert rounded
         assert not rounded & fused
+
+
+@pytest.mark.parametrize("cols", [2048, 4096, 5120, 8192, 12_288, 16_384])
+def test_nor_do_plans_behind_a_prologue(cols: int) -> None:
+    """An operand with a value for each sample lies full in memory where a sample is a row, and along a column of one."""
+
+    def activated(x: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(F.gelu(x + r), x.shape[-1:])
+
+    def plans(samples: int, rows: int) -> set[Plan]:
+        x, r = (torch.empty(samples, n, cols, dtype=torch.bfloat16, device="meta").requires_grad_() for n in (rows, 1))
+        found = warpnorm.explain(activated, x, r, target="sm_90")
+        return {found.forward.plan}
+
+    assert len(plans(4, 1) | plans(4, 16) | plans(1, 16)) == 1

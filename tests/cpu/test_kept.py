@@ -1,5 +1,5 @@
-"""What backward keeps of a tile from its first visit to its second is found by its formula, and told apart from what it
-is not."""
+"""What backward keeps of a tile from its first visit to its second is found by its formula, and told apart from what it is
+not."""
 
 from collections.abc import Callable
 
@@ -52,8 +52,7 @@ def test_gelu_and_its_slope_share_one_value() -> None:
 def test_of_every_argument_one() -> None:
     assert count_kept(lambda x, r, b, w: rms(F.gelu(x + b) * F.gelu(r))) == 2
     assert count_kept(lambda x, r, b, w: rms(F.gelu(x) + 0.5 * F.gelu(x) * r)) == 1
-    assert count_kept(lambda x, r, b, w: rms(x + r) * F.gelu(r)) == 1, "of what is loaded for the epilogue"
-    assert count_kept(lambda x, r, b, w: F.gelu(rms(x + r) * w)) == 1, "of what is normalized"
+    assert count_kept(lambda x, r, b, w: rms(F.gelu(x) * r) * F.gelu(x)) == 1, "on both sides of the norm"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +61,8 @@ def test_of_every_argument_one() -> None:
         (lambda x, r, b, w: rms(F.silu(x) * r), "it takes as long to compute again"),
         (lambda x, r, b, w: rms(x * F.gelu(b)), "it is no tile"),
         (lambda x, r, b, w: rms(x + r) * w, "there is nothing"),
+        (lambda x, r, b, w: rms(x + r) * F.gelu(r), "it is not there before the norm"),
+        (lambda x, r, b, w: F.gelu(rms(x + r) * w), "it is of what is normalized"),
     ],
 )
 def test_nothing_else_is(function: Callable[..., torch.Tensor], why: str) -> None:

@@ -14,11 +14,10 @@ Key = tuple[object, ...] | Value
 
 
 def graphs_of(problem: Problem) -> tuple[Graph, ...]:
-    """As they are written."""
+    """As they are written. Not what stands after the norm: plans are not made for more registers there."""
     if not isinstance(problem, BackwardProblem) or not problem.is_half:
         return ()
-    graphs = (problem.prologue, problem.epilogue_vjp, problem.prologue_vjp)
-    return tuple(expressions.as_written(graph, problem) for graph in graphs)
+    return tuple(expressions.as_written(graph, problem) for graph in (problem.prologue, problem.prologue_vjp))
 
 
 def values(problem: Problem) -> Graph:
@@ -45,8 +44,10 @@ def second(graph: Graph, problem: Problem, loaded: int) -> dict[str, str]:
     order = _order(problem)
     lines = {}
     for node, of_kept, arg in _found(graph, problem) if order else ():
-        place = loaded + order.index((of_kept, _key(arg, by_name)))
-        lines[node.name] = KEPT[node.operator][1].format(arg, f"ours.widened(values[{place}])")
+        key = (of_kept, _key(arg, by_name))
+        if key in order:
+            kept = f"ours.widened(values[{loaded + order.index(key)}])"
+            lines[node.name] = KEPT[node.operator][1].format(arg, kept)
     return lines
 
 

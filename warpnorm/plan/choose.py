@@ -4,7 +4,7 @@ row's bits do not depend on its neighbours. Percentages are of copy speed, bf16 
 from warpnorm.plan import narrow, needs, pieces, teams, tiles, wide
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import LONG_ROW, ROW, Plan
-from warpnorm.problem import COLUMN, FULL, TILES, BackwardProblem, ForwardProblem, Operand, Problem, operand_name
+from warpnorm.problem import COLUMN, FULL, BackwardProblem, ForwardProblem, Operand, Problem, is_varying, operand_name
 from warpnorm.space import Space
 
 # Bytes of one tensor, in forward, or of two, in backward, that the programs of one multiprocessor load for one stage of
@@ -76,7 +76,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         # The reductions leave a lone program idle: keep the next rows in flight. silu(x) * r -> LayerNorm: 96 in four
         # blocks, 92 in one, of which 40 bytes of a thread spill, and 76 with one program a row; gelu(x + b) -> RMSNorm 92,
         # and 90 in four blocks
-        if problem.is_filled and sum(o.axes == FULL for o in problem.operands) > 1:
+        if problem.width == cols and problem.is_filled and len(problem.varying) > 1:
             block_cols, chunks = cols // 4, 4
         stages = needs.stages(
             device, 1, needs.loaded_bytes(problem.operands, cols), needs.IN_FLIGHT_BYTES * len(problem.varying)
@@ -231,7 +231,9 @@ def _row_backward(
     tensors = max(1, stage_bytes // (block_rows * cols * itemsize))
     is_half = itemsize == 2 and tensors == 2 and problem.has_vectors
     has_prologue = bool(needs.kept(problem))
-    if is_half and cols == 2048 and has_prologue and device.backend == "cuda":
+    # With as much behind the norm up to 88 bytes of a thread would spill
+    is_known = has_prologue and device.backend == "cuda" and needs.is_quick_after(problem)
+    if is_half and cols == 2048 and is_known:
         # gelu(x + b) -> RMSNorm: 98, 92 with three stages, 90 by two programs of 8 warps, 80 by two or 72 by four of 4;
         # silu(x + b) 96, 87 by two of 8, gelu(x) -> LayerNorm 96 and 78, mish(x + b) 80 and 70,
         # gelu by tanh 87 and 71
@@ -241,7 +243,7 @@ def _row_backward(
     if is_half and cols == 2048 and has_prologue:
         warps = 8
     is_half = is_half and cols == 4096
-    if is_half and has_prologue and not (needs.is_quick_again(problem) and device.backend == "cuda"):
+    if is_half and has_prologue and not (is_known and needs.is_quick_again(problem)):
         why = "persistent: sums over rows stay in registers; many warps for a long prologue"
         stages = needs.stages(device, 1, stage_bytes, needs.IN_FLIGHT_BYTES * 2)
         return Plan(ROW, 1, cols, 16, device.units, stages=stages, why=why)
@@ -265,7 +267,8 @@ def _row_backward(
     why = f"persistent: sums over rows stay in registers; {stages - 1} blocks of rows in flight, {per_unit} programs a unit"
     least = narrow.least_backward(problem, device)
     # Of fp32 the compiler has 48 registers to a thread at 64 on a B200, and stores one, unless it is told how many there are
-    told = per_unit if cols <= 64 and device.backend == "cuda" else 0
+    is_tight = cols <= 64 and itemsize == 4 and device.backend == "cuda"
+    told = per_unit if is_tight else 0
     return Plan(
         ROW, block_rows, cols, warps, device.units * per_unit, stages=stages, least=least, per_unit=told, why=why
     )  # fmt: skip
@@ -281,7 +284,8 @@ def _row_backward_by_blocks(
     words = width * needs.itemsize(problem) // 2
     per_unit = 8 if words <= 1024 else 4 if words <= 2560 else 2 if words <= 5120 else 1
     warps = min(max(problem.cols_class // 1024, 2), 16 if width == 16384 else 8)
-    kept, tiles = (sum(o.axes in TILES for o in operands) for operands in (needs.kept(problem), loads))
+    # Also an operand with a value for each sample, where there is one sample
+    kept, tiles = (sum(map(is_varying, operands)) for operands in (needs.kept(problem), loads))
     if kept > 1 and warps == 8:
         warps, per_unit = 4, 2  # silu(x) * r -> LayerNorm at 5120: 96, and 70 where c is kept
     elif warps == 8 and per_unit == 2 and tiles > 2:

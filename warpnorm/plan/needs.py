@@ -38,6 +38,11 @@ def is_quick_again(problem: ForwardProblem | BackwardProblem) -> bool:
     return len(slow) <= 1 and AGAIN.issuperset(slow)
 
 
+def is_quick_after(problem: BackwardProblem) -> bool:
+    """Whether what is computed of what stands after the norm is next to nothing."""
+    return all(node.operator in QUICK for node in problem.epilogue_vjp.nodes)
+
+
 def draws(problem: ForwardProblem | BackwardProblem) -> bool:
     """Whether there is a mask of dropout to be drawn, which takes registers for four elements at once."""
     return "keep" in _operators(problem)

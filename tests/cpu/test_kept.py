@@ -44,7 +44,6 @@ def test_gelu_and_its_slope_share_one_value() -> None:
     source = pointwise.backward_source(problem)
     assert len(kept.values(problem).outputs) == 1
     assert source.count("ours.kept(") == 1
-    assert "of_kept0 * ours.widened" not in source
     assert "ours.widened(values[2]) if len(values) > 2 else ours.quick_gelu(" in source
     assert "ours.widened(values[2])) if len(values) > 2 else ours.quick_gelu_slope(" in source
 

@@ -13,50 +13,46 @@ from warpnorm.trace.operators import KEPT
 Key = tuple[object, ...] | Value
 
 
-def graphs_of(problem: Problem) -> tuple[Graph, ...]:
-    """As they are written. Not what stands after the norm: plans are not made for more registers there."""
-    if not isinstance(problem, BackwardProblem) or not problem.is_half:
-        return ()
-    return tuple(expressions.as_written(graph, problem) for graph in (problem.prologue, problem.prologue_vjp))
-
-
 def values(problem: Problem) -> Graph:
     """A graph of them alone: each of its outputs is kept."""
     nodes: dict[Key, Node] = {}
-    outputs: dict[Key, Value] = {}
-    inputs: dict[str, None] = {}
-    for graph in graphs_of(problem):
-        inputs |= dict.fromkeys(graph.inputs)
-        by_name = {node.name: node for node in graph.nodes}
-        for _, of_kept, arg in _found(graph, problem):
-            key = (of_kept, _key(arg, by_name))
-            if key not in outputs:
-                of_arg = _copy(arg, by_name, nodes)
-                node = Node(f"kept{len(outputs)}", of_kept, (of_arg,), problem.compute)
-                nodes[key], outputs[key] = node, node.name
-    return Graph(tuple(inputs), tuple(nodes.values()), tuple(outputs.values()))
+    outputs: list[Value] = []
+    for (of_kept, _), (arg, by_name) in _kept(problem).items():
+        name = f"kept{len(outputs)}"
+        nodes[name] = Node(name, of_kept, (_copy(arg, by_name, nodes),), problem.compute)
+        outputs.append(name)
+    inputs = dict.fromkeys(name for graph in _graphs(problem) for name in graph.inputs)
+    return Graph(tuple(inputs), tuple(nodes.values()), tuple(outputs))
 
 
 def second(graph: Graph, problem: Problem, loaded: int) -> dict[str, str]:
     """What the nodes of a graph, as it is written, are at the second visit, by their names: a tile has `loaded` values and
     then what is kept."""
     by_name = {node.name: node for node in graph.nodes}
-    order = _order(problem)
+    order = list(_kept(problem))
     lines = {}
     for node, of_kept, arg in _found(graph, problem) if order else ():
         key = (of_kept, _key(arg, by_name))
         if key in order:
-            kept = f"ours.widened(values[{loaded + order.index(key)}])"
-            lines[node.name] = KEPT[node.operator][1].format(arg, kept)
+            lines[node.name] = KEPT[node.operator][1].format(arg, f"ours.widened(values[{loaded + order.index(key)}])")
     return lines
 
 
-def _order(problem: Problem) -> list[Key]:
-    keys: dict[Key, None] = {}
-    for graph in graphs_of(problem):
+def _graphs(problem: Problem) -> tuple[Graph, ...]:
+    """As they are written. Not what stands after the norm: plans are not made for more registers there."""
+    if not isinstance(problem, BackwardProblem) or not problem.is_half:
+        return ()
+    return tuple(expressions.as_written(graph, problem) for graph in (problem.prologue, problem.prologue_vjp))
+
+
+def _kept(problem: Problem) -> dict[tuple[str, Key], tuple[str, dict[str, Node]]]:
+    """Which values and of what; and the name of that, among the nodes of some graph that has it."""
+    kept: dict[tuple[str, Key], tuple[str, dict[str, Node]]] = {}
+    for graph in _graphs(problem):
         by_name = {node.name: node for node in graph.nodes}
-        keys |= dict.fromkeys((of_kept, _key(arg, by_name)) for _, of_kept, arg in _found(graph, problem))
-    return list(keys)
+        for _, of_kept, arg in _found(graph, problem):
+            kept.setdefault((of_kept, _key(arg, by_name)), (arg, by_name))
+    return kept
 
 
 def _found(graph: Graph, problem: Problem) -> Iterator[tuple[Node, str, str]]:

@@ -124,8 +124,8 @@ def row_forward_kernel(
 def backward_rows(
     program, programs, operands, gradients, partials, statistic_ptrs, strides, sizes, rows, groups, cols,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr,
-    ROW_NUMBERS: tl.constexpr,
-    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, ROUND: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
+    ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, ROUND: tl.constexpr,
+    PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
@@ -207,8 +207,8 @@ def backward_rows(
 def row_backward_kernel(
     operands, gradients, partials, totals, statistic_ptrs, strides, sizes, rows, groups, cols, row_programs,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr,
-    ROW_NUMBERS: tl.constexpr,
-    PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, ROUND: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
+    ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, ROUND: tl.constexpr,
+    PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr,
     ACCUMULATORS: tl.constexpr, NEEDS_SUMS: tl.constexpr, IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr,
     HAS_GROUPS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,

@@ -13,7 +13,7 @@ QUICK = frozenset({
     "add", "sub", "mul", "neg", "abs", "relu", "maximum", "minimum", "where", "convert",
     "eq", "ne", "lt", "le", "gt", "ge", "logical_and", "logical_or", "logical_not",
 })  # fmt: skip
-
+# What takes little longer, or is kept (codegen/kept.py), where a row is visited twice.
 AGAIN = frozenset({"erf", "sigmoid"})
 
 

@@ -280,23 +280,28 @@ def _row_backward_by_blocks(
     """LayerNorm and RMSNorm at 768: 98 and 95 (in one block 85 and 94), at 1536: 99 and 100 (80 and 90), at 2560: 92 and 92,
     at 3072: 96 and 98, at 5120: 94 and 93, at 6144: 90 and 94, at 12288: 90 and 93, RMSNorm at 14336: 94; fp32 at 1536: 99
     and 100, at 5120: 94 and 95, at 12288: 93 and 94."""
+    tiles = sum(map(is_varying, loads))  # also an operand with a value for each sample, where there is one sample
+    kept = sum(map(is_varying, needs.kept(problem)))
+    is_light = needs.itemsize(problem) <= 2 and kept == 0 and tiles == 2
+    is_short = is_light and problem.cols_class == 1024 and problem.eighths == 5
+    if is_short:
+        # LayerNorm and RMSNorm at 640: 95 and 97, with two warps 92 and 96, with four stages 92 and 92; at 520, which fills
+        # fewer of its blocks, 93 and 96 with four, 84 and 88 with three in blocks of 256
+        block_cols, chunks = 128, 5
     width = block_cols * chunks
     words = width * needs.itemsize(problem) // 2
     per_unit = 8 if words <= 1024 else 4 if words <= 2560 else 2 if words <= 5120 else 1
     warps = min(max(problem.cols_class // 1024, 2), 16 if width == 16384 else 8)
-    # Also an operand with a value for each sample, where there is one sample
-    kept, tiles = (sum(map(is_varying, operands)) for operands in (needs.kept(problem), loads))
     if kept > 1 and warps == 8:
         warps, per_unit = 4, 2  # silu(x) * r -> LayerNorm at 5120: 96, and 70 where c is kept
     elif warps == 8 and per_unit == 2 and tiles > 2:
         warps = 4  # h = x + r -> RMSNorm, both returned, at 5120: 103, and 87 with 8
     most = 2
-    if needs.itemsize(problem) <= 2 and kept == 0 and tiles == 2:
-        if problem.cols_class == 1024 and problem.eighths == 5:
-            warps = 1  # LayerNorm and RMSNorm at 640: 95 and 97, with two 92 and 96; at 520 85 and 88, 80 and 87
-        elif width == 5120 and (len(problem.accumulated) == 2 or problem.is_filled):
-            # LayerNorm at 5120 and 5000: 98 and 91, with two programs of 8 92 and 79; RMSNorm 99 and 91, 94 and 96
-            warps, per_unit, most = 4, 1, 3
+    if is_short:
+        warps, most = 1, 2 if problem.is_filled else 3
+    elif is_light and width == 5120 and (len(problem.accumulated) == 2 or problem.is_filled):
+        # LayerNorm at 5120 and 5000: 98 and 91, with two programs of 8 92 and 79; RMSNorm 99 and 91, 94 and 96
+        warps, per_unit, most = 4, 1, 3
     recomputes = (kept > 1 and warps == 4 and width > 4096) or width > 8192
     stage_bytes = max(needs.loaded_bytes(loads, width), 1)
     room = (device.shared_bytes // per_unit - needs.SPARE_SHARED_BYTES) // stage_bytes

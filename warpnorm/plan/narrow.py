@@ -69,10 +69,11 @@ def forward_by_blocks(problem: ForwardProblem, device: Device, block_cols: int, 
 
 
 def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
-    """Where a row is five or six eighths of a block. LayerNorm at 48, 72, 96, 160, 192, 320 and 384: 86, 79, 93, 89, 90, 89
-    and 95, in one block 81, 61, 79, 66, 78, 70 and 83; RMSNorm at 96 and 320 94 and 89, 88 and 81, but at 48 and 72 87 and
-    69, 89 and 75. fp32 at 96 and 320: 98 and 99, in one block 91 and 61. Two warps are better for LayerNorm at 72 and 96
-    alone, 79 and 93, with one 51 and 70."""
+    """Where a row is five or six eighths of a block. LayerNorm at 48, 72, 96, 160, 192, 320 and 384: 86, 79, 93, 91, 90, 93
+    and 95, in one block 81, 61, 79, 66, 78, 70 and 83; RMSNorm at 96 and 320 94 and 91, 88 and 81, but at 48 and 72 87 and
+    69, 89 and 75. fp32 at 96 and 320: 98 and 99, in one block 91 and 61. Two warps are better for LayerNorm at 72, 96 and
+    160 alone, 79, 93 and 91, with one 51, 70 and 84. At 320 more programs of half the rows: LayerNorm and RMSNorm 93 and 91,
+    with four rows and eight programs a unit 90 and 88."""
     cols, itemsize, blocks = problem.cols_class, needs.itemsize(problem), blocks_of(problem)
     tensors = sum(operand.axes in TILES for operand in problem.operands + problem.grad_outputs)
     if blocks is None or problem.eighths > 6 or needs.kept(problem) or tensors > 2:  # for the want of registers
@@ -83,9 +84,13 @@ def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
     ):
         return None
     block_cols = blocks[0] if cols >= 256 and is_half else cols // 4
-    warps = 2 if cols == 128 and is_half and has_sums else 1
-    block_rows = _rows_at_once(device, warps, block_cols * itemsize)
+    has_two = cols == 128 or (cols == 256 and problem.eighths == 5)
+    warps = 2 if has_two and is_half and has_sums else 1
+    block_rows, per_unit = _rows_at_once(device, warps, block_cols * itemsize), 8
+    if is_half and cols == 512 and problem.eighths == 5:
+        block_rows, per_unit = block_rows // 2, 12
     chunks = -(-problem.width // block_cols)
     why = f"persistent: sums over rows stay in registers; narrow rows, each in {chunks} blocks"
     least = least_backward(problem, device)
-    return Plan(ROW, block_rows, block_cols, warps, device.units * 8, chunks=chunks, stages=3, least=least, why=why)
+    programs = device.units * per_unit
+    return Plan(ROW, block_rows, block_cols, warps, programs, chunks=chunks, stages=3, least=least, why=why)

@@ -152,6 +152,22 @@ def test_teams_share_long_rows(norm: Norm, cols: int, dtype: torch.dtype, target
 
 
 @pytest.mark.parametrize("target", NVIDIA)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+def test_rows_moved_alone_are_loaded_once(norm: Norm, target: str) -> None:
+    """There is no pipeline for them: memory brings the next row to L2 meanwhile, and the one before stays in registers, two
+    halves to each. Of a thread 32 columns, of both copies of the kernel: parameters, the first row, the next."""
+    problem = forward_problem(norm, 50_257, torch.bfloat16)
+    plan = choose.forward(problem, KNOWN[target])
+    assert (plan.pattern, plan.block_cols, plan.warps) == (TEAM, 1024, 1)
+    code = bind.forward(problem, plan, KNOWN[target], 0).compiled.asm["ptx"]
+    assert len(re.findall(r"ld\.global\S*\.[bu]16", code)) == 2 * 32 * (4 if norm.is_centered else 3)
+    assert code.count("prefetch.global.L2") == 2
+    pipelined = forward_problem(norm, 131_072, torch.bfloat16)
+    plan = choose.forward(pipelined, KNOWN[target])
+    assert "prefetch" not in bind.forward(pipelined, plan, KNOWN[target], 0).compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("target", NVIDIA)
 def test_threads_of_a_team_find_one_mean(target: str) -> None:
     """Each has the mean of one part, times its columns: rounded before it is added to another's, in both threads. So is
     their mean before a part's is held against it: a division that may be off by two units is fused with that, and then
@@ -160,7 +176,7 @@ def test_threads_of_a_team_find_one_mean(target: str) -> None:
     plan = choose.forward(problem, KNOWN[target])
     assert plan.pattern == TEAM
     code = bind.forward(problem, plan, KNOWN[target], 0).compiled.asm["ptx"]
-    merged = re.findall(r"ld\.relaxed\.gpu.*?div\.rn\.f32", code, re.DOTALL)
+    merged = re.findall(r"vote\.sync\.any.*?div\.rn\.f32", code, re.DOTALL)  # as soon as all messages are there
     assert merged
     assert all("mul.rn.f32" in part and "shfl" in part and "fma" not in part for part in merged)
     assert "div.full" not in code

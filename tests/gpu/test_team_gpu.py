@@ -35,6 +35,9 @@ PLANS = (
     Plan(TEAM, 1, 32, 1, programs=2, splits=3, chunks=4, stages=3),
     Plan(TEAM, 1, 64, 1, programs=3, splits=2, chunks=2, stages=3, keeps=True),
     Plan(TEAM, 1, 32, 1, programs=4, splits=4, chunks=2, stages=1, keeps=True),
+    Plan(TEAM, 1, 128, 1, programs=3, splits=2, ahead=1, early=True, asks=True),
+    Plan(TEAM, 1, 128, 1, programs=3, splits=2, ahead=1, keeps=True, asks=True),
+    Plan(TEAM, 1, 8, 1, programs=2, splits=33, asks=True),
 )
 
 

@@ -38,6 +38,8 @@ TEAMS = (
     Plan(TEAM, 1, 32, 1, programs=2, splits=3, chunks=4),
     Plan(TEAM, 1, 32, 1, programs=1, splits=8),
     Plan(TEAM, 1, 32, 1, programs=2, splits=4, chunks=2, keeps=True),
+    Plan(TEAM, 1, 32, 1, programs=2, splits=9, ahead=1, early=True, asks=True),
+    Plan(TEAM, 1, 8, 1, programs=1, splits=33, ahead=1, keeps=True, asks=True),
 )
 HOLDERS = (
     Plan(HELD, 4, 32, 4, programs=8, splits=4),
@@ -64,7 +66,9 @@ def whole(plan: Plan, layout: Layout) -> Plan:
     [(1, 256, torch.float32), (2, 200, torch.float32), (7, 200, torch.bfloat16), (5, 256, torch.bfloat16)],
 )
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
-@pytest.mark.parametrize("plan", TEAMS, ids=["two", "three", "eight", "four that keep"])
+@pytest.mark.parametrize(
+    "plan", TEAMS, ids=["two", "three", "eight", "four that keep", "nine that hurry", "two words to a thread"]
+)
 def test_rows(plan: Plan, norm: Norm, rows: int, cols: int, dtype: torch.dtype) -> None:
     """Whether all parts are equal, and are merged by sums, or not; means of bfloat16 have nothing to correct."""
 

@@ -16,14 +16,17 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from warpnorm.kernels.messages import (
+    ASK,
     MULTIPLY_32,
     MULTIPLY_64,
     RECEIVE,
+    RECEIVE_ASKED,
     RECEIVE_PAIR,
     RECEIVE_TWO,
+    RECEIVE_TWO_ASKED,
     RECEIVE_TWO_PAIRS,
 )
-from warpnorm.kernels.pointwise import MOVE
+from warpnorm.kernels.pointwise import MOVE, PREFETCH
 from warpnorm.kernels.words import WAIT_32, WAIT_64
 from warpnorm.launch import shared
 from warpnorm.plan.plan import HELD, TEAM
@@ -145,10 +148,24 @@ def at_once(seed: int = 0, room: int = 4) -> Iterator[list[str]]:
     def wait(self: Any, asm: str, constraints: str, values: Any, types: Any, is_pure: bool, pack: int) -> Found:
         if asm == MOVE.value:
             return Found(values[0].data, dtype=values[0].dtype)
+        if asm == PREFETCH.value:
+            assert all(_read(values[0].data, np.uint8).shape)  # which ends the process where nothing lies
+            return Found(np.zeros(values[0].data.shape, np.int32))
+        if asm == ASK.value:
+            return Found(_read(values[0].data, np.int64).reshape(values[0].data.shape))
         if asm in (RECEIVE_TWO.value, RECEIVE_TWO_PAIRS.value):
             *words, round = values
             found = [wait(self, RECEIVE.value, "", [word, round], types, is_pure, pack) for word in words]
             return Found(*(half for word in found for half in word.results))
+        if asm in (RECEIVE_ASKED.value, RECEIVE_TWO_ASKED.value):
+            *words, round = values
+            asked, addresses = words[: len(words) // 2], words[len(words) // 2 :]
+            halves = [word.data.astype(np.int64).view(np.int32).reshape(-1, 2) for word in asked]
+            if all((half[:, 1] & 3 == round.data.ravel()).all() for half in halves):
+                shape = round.data.shape
+                return Found(*(half.reshape(shape).copy() for word in halves for half in word.T))
+            again = RECEIVE if len(addresses) == 1 else RECEIVE_TWO
+            return wait(self, again.value, "", [*addresses, round], types, is_pure, pack)
         first, second = (value.data for value in values)
         if asm in (MULTIPLY_32.value, MULTIPLY_64.value):
             return Found(first * second)

@@ -142,5 +142,5 @@ def shown(plan: Plan) -> str:
     words += [f"{plan.programs} programs"] * bool(plan.programs) + [f"{plan.splits} to a row"] * (plan.splits > 1)
     words += [f"{plan.chunks} chunks"] * (plan.chunks != 1) + [f"{plan.stages} stages"] * (plan.stages > 1)
     words += [f"{plan.ahead} ahead"] * bool(plan.ahead) + ["late"] * plan.late + ["recomputes"] * plan.recomputes
-    words += ["keeps"] * plan.keeps
+    words += ["keeps"] * plan.keeps + ["early"] * plan.early + ["asks"] * plan.asks
     return ", ".join(words)

@@ -21,14 +21,14 @@ from warpnorm.codegen.arguments import (
     with_mailbox,
 )
 from warpnorm.codegen.kernel import Argument, BoundKernel
-from warpnorm.kernels.blocks import keep_nothing
+from warpnorm.kernels.blocks import keep_nothing, prefetch_nothing
 from warpnorm.kernels.column import column_backward_kernel, column_forward_kernel
 from warpnorm.kernels.column_sum import column_sum_kernel
 from warpnorm.kernels.held import held_backward_kernel, held_forward_kernel
 from warpnorm.kernels.long_row import long_row_backward_kernel, long_row_forward_kernel, long_row_sums_kernel
 from warpnorm.kernels.pointwise import as_it_is, rounded
 from warpnorm.kernels.row import row_backward_kernel, row_forward_kernel
-from warpnorm.kernels.team import team_backward_kernel, team_forward_kernel
+from warpnorm.kernels.team import ask_for, ask_nothing, team_backward_kernel, team_forward_kernel
 from warpnorm.locks import Lock
 from warpnorm.plan import grid, needs
 from warpnorm.plan.device import Device
@@ -188,6 +188,11 @@ def forward(problem: ForwardProblem, plan: Plan, device: Device, load: Load) -> 
         constants |= {"BLOCK_COLS": plan.block_cols, "CHUNKS": plan.chunks}
         constants |= {"SPLITS": plan.splits, "STAGES": plan.stages, "HAS_COPY": _has_copy(problem)}
         constants |= {"RECOMPUTES": _recomputes(plan, device), "IS_CORRECTED": problem.has_long_mantissas}
+        constants |= _functions(functions, "pack_row", "unpack_row") | {
+            "KEEPS": plan.keeps,
+            "PREFETCH": _prefetch(functions, plan),
+            "ASK": ask_for if plan.asks else ask_nothing,
+        }
         return BoundKernel(team_forward_kernel, with_mailbox(arguments), constants, plan, device)
     constants |= {"COMPUTE": COMPUTE[problem.compute], "BLOCK_COLS": plan.block_cols, "STAGES": plan.stages}
     return BoundKernel(long_row_forward_kernel, arguments, constants, plan, device)
@@ -251,7 +256,13 @@ def backward(problem: BackwardProblem, plan: Plan, device: Device, load: Load) -
         constants |= {"SPLITS": plan.splits, "CHUNKS": plan.chunks, "HAS_GROUPS": problem.has_groups}
         functions = load(pointwise.backward_source(problem))
         constants |= _functions(functions, "hold") | {"KEEP": _keep(functions, device)}
-        constants |= {"HAS_COPY": _has_copy(problem), "KEEPS": plan.keeps}
+        constants |= {
+            "HAS_COPY": _has_copy(problem),
+            "KEEPS": plan.keeps,
+            "PREFETCH": _prefetch(functions, plan),
+            "ASK": ask_for if plan.asks else ask_nothing,
+            "IS_EARLY": plan.early,
+        }
         return BoundKernel(team_backward_kernel, with_mailbox(arguments | geometry), constants, plan, device)
     if plan.pattern == ROW:
         functions = load(pointwise.backward_source(problem))
@@ -371,6 +382,10 @@ def _round(problem: BackwardProblem, device: Device) -> Any:
 def _is_light(problem: Problem) -> bool:
     """Whether c is what lies in memory, widened, which takes fewer registers to hold."""
     return not problem.prologue.nodes and all(o.dtype.itemsize < problem.compute.itemsize for o in problem.tiles)
+
+
+def _prefetch(functions: ModuleType, plan: Plan) -> Any:
+    return functions.prefetch_row if plan.ahead else prefetch_nothing
 
 
 def _has_copy(problem: ForwardProblem | BackwardProblem) -> bool:

@@ -73,5 +73,10 @@ def unpack_kept(words):
 
 
 @triton.jit
+def prefetch_nothing(operands, strides, sizes, row_offsets, first, cols, COLS: tl.constexpr):
+    pass
+
+
+@triton.jit
 def keep_nothing(xhat, c, values, columns, place):
     return ()

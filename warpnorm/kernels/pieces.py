@@ -72,7 +72,7 @@ def merge_messages(
     """(mean, M2) of a row. IS_CORRECTED: a second word has what the mean of a part is rounded off by, and the digit of M2
     that the first has no room for; M2 is float64 then."""
     WORDS: tl.constexpr = 2 if IS_CORRECTED else 1
-    found = messages(mailbox, number, splits, MOST, 0, WORDS, True, WORDS, A_THREAD)
+    found = messages(mailbox, number, splits, (), MOST, 0, WORDS, True, WORDS, A_THREAD)
     means, squares = found[0], found[1]
     counts = counts_of(found[2], pieces, cols, BLOCK_ROWS)
     if IS_CORRECTED:
@@ -178,7 +178,7 @@ def receive_sums(
     told = ()
     for pair in tl.static_range((WORDS + 1) // 2):
         AT_ONCE: tl.constexpr = 2 if 2 * pair + 1 < WORDS else 1
-        found = messages(mailbox, number, splits, MOST, 2 * pair, WORDS, False, AT_ONCE, A_THREAD)
+        found = messages(mailbox, number, splits, (), MOST, 2 * pair, WORDS, False, AT_ONCE, A_THREAD)
         told = told + (found[0], found[1])[:A_WORD]
         if AT_ONCE == 2:
             told = told + (found[3], found[4])[:A_WORD]

@@ -22,6 +22,7 @@ FIRST_STREAM = tl.constexpr(OUR_STREAMS)
 # What is too large for a float8_e4m3fn is NaN up to PyTorch 2.12, and the largest number from then on
 TOO_LARGE = tl.constexpr(int(torch.tensor(1e4, device="cpu").to(torch.float8_e4m3fn).view(torch.uint8)))
 MOVE = tl.constexpr("mov.b32 $0, $1;")
+PREFETCH = tl.constexpr("prefetch.global.L2 [$1]; mov.b32 $0, 0;")
 
 
 @triton.jit
@@ -74,6 +75,33 @@ def unpacked(words, DTYPE: tl.constexpr):
     low = words.to(tl.uint16).to(DTYPE, bitcast=True)
     high = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
     return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 2))
+
+
+@triton.jit
+def packed_apart(x):
+    """The same of those that lie half of all columns apart: where each is moved alone, they are one thread's."""
+    low, high = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
+    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
+    return (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) | low
+
+
+@triton.jit
+def unpacked_apart(words, DTYPE: tl.constexpr):
+    low = words.to(tl.uint16).to(DTYPE, bitcast=True)
+    high = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
+    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (words.shape[0], words.shape[1] * 2))
+
+
+@triton.jit
+def lines(first, cols, COLS: tl.constexpr, LINE: tl.constexpr):
+    """Of COLS columns from the first one on, those at which memory has another line of LINE columns."""
+    return tl.minimum(first + tl.arange(0, max(COLS // LINE, 1)) * LINE, cols - 1)
+
+
+@triton.jit
+def prefetch(pointers):
+    """Has memory bring what lies there to L2, without waiting for it. On NVIDIA's GPUs alone."""
+    tl.inline_asm_elementwise(PREFETCH, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from warpnorm.kernels.chain import let_next_begin
 from warpnorm.kernels.masks import block_columns, rows_mask
 from warpnorm.kernels.messages import (
     TWO_HALVES,
+    ask,
     last_message,
     member,
     messages,
@@ -43,23 +44,23 @@ from warpnorm.kernels.sums import sums_of
 
 
 @triton.jit
-def receive(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
+def receive(mailbox, number, asked, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
     """The sums over the team, added in the same order by all."""
     MOST: tl.constexpr = triton.next_power_of_2(SPLITS)
     if IS_CENTERED:
-        found = messages_by_warps(mailbox, number, SPLITS, MOST)
+        found = messages_by_warps(mailbox, number, SPLITS, asked, MOST)
         first, second, _ = found[0]
         if MOST == TWO_HALVES:
             first, second = first + found[1][0], second + found[1][1]
         first, second = sums_of((first, second), 0, 2)
         return of_row(first), of_row(second)
     else:
-        return (of_row(tl.sum(messages(mailbox, number, SPLITS, MOST)[0], 0)),)
+        return (of_row(tl.sum(messages(mailbox, number, SPLITS, asked, MOST)[0], 0)),)
 
 
 @triton.jit
 def receive_statistics(
-    mailbox, number, cols, eps, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_EVEN: tl.constexpr,
+    mailbox, number, asked, cols, eps, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_EVEN: tl.constexpr,
     PART: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Of a row, from the means and M2 of its parts, of PART columns each but for the last, or for none (IS_EVEN); or from
@@ -68,7 +69,7 @@ def receive_statistics(
     HALVES: tl.constexpr = 2 if MOST == TWO_HALVES else 1
     COLS: tl.constexpr = SPLITS * PART if IS_EVEN else 0
     if IS_CENTERED:
-        found = messages_by_warps(mailbox, number, SPLITS, MOST, IS_POSITIVE=True)
+        found = messages_by_warps(mailbox, number, SPLITS, asked, MOST, IS_POSITIVE=True)
         if IS_CORRECTED:
             mean, squares = corrected_moments(found, cols, PART, HALVES)
         elif COLS > 0 and SPLITS == MOST and MOST <= TWO_HALVES:
@@ -77,8 +78,19 @@ def receive_statistics(
             mean, squares = merged_moments(found, cols, PART, HALVES)
         return mean, reciprocal_sqrt(mean_of(squares, cols, COLS) + eps)
     else:
-        squares = of_row(tl.sum(messages(mailbox, number, SPLITS, MOST)[0], 0))
+        squares = of_row(tl.sum(messages(mailbox, number, SPLITS, asked, MOST)[0], 0))
         return (reciprocal_sqrt(mean_of(squares, cols, COLS) + eps),)
+
+
+@triton.jit
+def ask_for(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
+    """What `receive` waits for, as far as it has come by now."""
+    return ask(mailbox, number, SPLITS, triton.next_power_of_2(SPLITS), IS_CENTERED)
+
+
+@triton.jit
+def ask_nothing(mailbox, number, SPLITS: tl.constexpr, IS_CENTERED: tl.constexpr):
+    return ()
 
 
 @triton.jit
@@ -135,10 +147,10 @@ def even_moments(found, PART: tl.constexpr, SPLITS: tl.constexpr, HALVES: tl.con
 def begin_forward(
     row, operands, columns, mailbox, number, strides, sizes, rows, cols,
     LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, IS_CENTERED: tl.constexpr,
-    IS_CORRECTED: tl.constexpr, IS_AT_ONCE: tl.constexpr, RECOMPUTES: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, IS_AT_ONCE: tl.constexpr, RECOMPUTES: tl.constexpr, PACK_ROW: tl.constexpr,
+    KEEPS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Loads a part of a row and sends its mean and M2, or its sum of squares."""
+    """Loads a part of a row and sends its mean and M2, or its sum of squares. Returns what it keeps of it."""
     FULL_CHUNKS: tl.constexpr = CHUNKS if IS_EXACT else 0
     PART: tl.constexpr = BLOCK_COLS * CHUNKS
     row_offsets = row + tl.arange(0, 1)
@@ -165,30 +177,51 @@ def begin_forward(
         send(sums, mailbox, number, SPLITS, True, IS_POSITIVE=True)
     else:
         send((row_total(c, places, False, CHUNKS),), mailbox, number, SPLITS, False)
+    return keep_row(values, PACK_ROW, KEEPS, CHUNKS)
+
+
+@triton.jit
+def keep_row(values, PACK_ROW: tl.constexpr, KEEPS: tl.constexpr, CHUNKS: tl.constexpr):
+    kept = ()
+    for chunk in tl.static_range(CHUNKS if KEEPS else 0):
+        kept += (PACK_ROW(values[chunk]),)
+    return kept
 
 
 @triton.jit
 def finish_forward(
-    row, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, eps,
+    row, kept, operands, outputs, columns, mailbox, number, asked, statistic_ptrs, strides, sizes, rows, cols, eps,
     LOAD_ROWS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, STORE: tl.constexpr, IS_CENTERED: tl.constexpr,
-    IS_CORRECTED: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    IS_CORRECTED: tl.constexpr, UNPACK_ROW: tl.constexpr, KEEPS: tl.constexpr, BLOCK_COLS: tl.constexpr,
+    CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_EVEN: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Receives the statistics of a row and writes its results."""
     row_offsets = row + tl.arange(0, 1)
     row_mask = rows_mask(row_offsets, rows)
     statistics = receive_statistics(
-        mailbox, number, cols, eps, IS_CENTERED, IS_CORRECTED, IS_EVEN, BLOCK_COLS * CHUNKS, SPLITS
+        mailbox, number, asked, cols, eps, IS_CENTERED, IS_CORRECTED, IS_EVEN, BLOCK_COLS * CHUNKS, SPLITS
     )
     store_statistics(statistic_ptrs, statistics, row_offsets, row_mask & (member() == 0), IS_CENTERED)
     for chunk in tl.static_range(CHUNKS):
         col_offsets, col_mask = block_columns(member() * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
         mask = row_mask[:, None] & col_mask[None, :]
         place = (row_offsets, col_offsets, cols, mask)
-        values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
+        if KEEPS:
+            values = UNPACK_ROW(kept[chunk])
+        else:
+            values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
         c = PROLOGUE(values, columns[chunk], place)
         results = EPILOGUE(normalize(c, statistics, IS_CENTERED), c, values, columns[chunk], place)
         STORE(outputs, results, strides, sizes, row_offsets, col_offsets, mask)
+
+
+@triton.jit
+def prefetch_part(
+    row, end, operands, strides, sizes, cols, PREFETCH: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Has memory bring this program's part of a row to L2, if there is one, before it is loaded."""
+    PART: tl.constexpr = BLOCK_COLS * CHUNKS
+    PREFETCH(operands, strides, sizes, tl.minimum(row, end - 1) + tl.arange(0, 1), member() * PART, cols, PART)
 
 
 @triton.jit
@@ -196,34 +229,38 @@ def walk_forward(
     operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
     STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, IS_AT_ONCE: tl.constexpr,
-    RECOMPUTES: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_EVEN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    RECOMPUTES: tl.constexpr, PACK_ROW: tl.constexpr, UNPACK_ROW: tl.constexpr, KEEPS: tl.constexpr, PREFETCH: tl.constexpr,
+    ASK: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_EVEN: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     row, programs = team_number().to(rows.dtype), teams()
     FULL_CHUNKS: tl.constexpr = CHUNKS if IS_EXACT else 0
     first = member() * CHUNKS
     columns = load_columns(first, operands, strides, sizes, cols, LOAD_COLUMNS, BLOCK_COLS, CHUNKS, FULL_CHUNKS)
     number = last_message(mailbox, SPLITS) + 1
-    begin_forward(
+    kept = begin_forward(
         row, operands, columns, mailbox, number, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE, IS_CENTERED,
-        IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+        IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, PACK_ROW, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
     for next_row in tl.range(row + programs, rows, programs, num_stages=STAGES):
-        begin_forward(
+        asked = ASK(mailbox, number, SPLITS, IS_CENTERED)
+        prefetch_part(next_row + programs, rows, operands, strides, sizes, cols, PREFETCH, BLOCK_COLS, CHUNKS)
+        next_kept = begin_forward(
             next_row, operands, columns, mailbox, number + 1, strides, sizes, rows, cols, LOAD_ROWS, HOLD, PROLOGUE,
-            IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
+            IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, PACK_ROW, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
         finish_forward(
-            next_row - programs, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols,
-            eps, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN,
-            SPLITS,
+            next_row - programs, kept, operands, outputs, columns, mailbox, number, asked, statistic_ptrs, strides, sizes,
+            rows, cols, eps, LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, UNPACK_ROW, KEEPS, BLOCK_COLS,
+            CHUNKS, IS_EXACT, IS_EVEN, SPLITS,
         )  # fmt: skip
-        number += 1
+        number, kept = number + 1, next_kept
     # Not carried through the loop, whose loads would not be pipelined then
     row += (rows - 1 - row) // programs * programs
     finish_forward(
-        row, operands, outputs, columns, mailbox, number, statistic_ptrs, strides, sizes, rows, cols, eps, LOAD_ROWS,
-        PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN, SPLITS,
+        row, kept, operands, outputs, columns, mailbox, number, (), statistic_ptrs, strides, sizes, rows, cols, eps,
+        LOAD_ROWS, PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, UNPACK_ROW, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT,
+        IS_EVEN, SPLITS,
     )  # fmt: skip
 
 
@@ -240,6 +277,7 @@ def team_forward_kernel(
     operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps,
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
     STORE: tl.constexpr, IS_CENTERED: tl.constexpr, IS_CORRECTED: tl.constexpr, RECOMPUTES: tl.constexpr,
+    PACK_ROW: tl.constexpr, UNPACK_ROW: tl.constexpr, KEEPS: tl.constexpr, PREFETCH: tl.constexpr, ASK: tl.constexpr,
     BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, HAS_COPY: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -247,14 +285,14 @@ def team_forward_kernel(
     if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT, HAS_COPY):
         walk_forward(
             operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps, LOAD_COLUMNS, LOAD_ROWS, HOLD,
-            PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, True, IS_EXACT,
-            SPLITS, STAGES,
+            PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, PACK_ROW, UNPACK_ROW, KEEPS,
+            PREFETCH, ASK, BLOCK_COLS, CHUNKS, True, IS_EXACT, SPLITS, STAGES,
         )  # fmt: skip
     else:
         walk_forward(
             operands, outputs, mailbox, statistic_ptrs, strides, sizes, rows, cols, eps, LOAD_COLUMNS, LOAD_ROWS, HOLD,
-            PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, BLOCK_COLS, CHUNKS, False, False,
-            SPLITS, STAGES,
+            PROLOGUE, EPILOGUE, STORE, IS_CENTERED, IS_CORRECTED, IS_AT_ONCE, RECOMPUTES, PACK_ROW, UNPACK_ROW, KEEPS,
+            PREFETCH, ASK, BLOCK_COLS, CHUNKS, False, False, SPLITS, STAGES,
         )  # fmt: skip
 
 
@@ -290,11 +328,12 @@ def begin_row(
 
 @triton.jit
 def finish_row(
-    row, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number, strides, sizes, rows, cols,
+    row, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number, asked, strides, sizes,
+    rows, cols,
     LOAD_ROWS: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr,
     PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr,
     IS_CENTERED: tl.constexpr, KEEPS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    IS_EVEN: tl.constexpr, IS_EARLY: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Receives the sums of a row and writes its gradients."""
     # See `row.py`. LayerNorm at 262144, in one block: 265 microseconds instead of 248
@@ -302,7 +341,11 @@ def finish_row(
     row_offsets = row + tl.arange(0, 1)
     row_mask = rows_mask(row_offsets, rows)
     numbers = ROW_NUMBERS(row_offsets, sizes, rows)
-    sums = receive(mailbox, number, SPLITS, IS_CENTERED)
+    again = load_rows(
+        member() * CHUNKS, row_offsets, row_mask, numbers, operands, strides, sizes, cols, LOAD_ROWS, BLOCK_COLS,
+        CHUNKS if IS_EARLY else 0, CHUNKS if IS_EXACT else 0,
+    )[0]  # fmt: skip
+    sums = receive(mailbox, number, asked, SPLITS, IS_CENTERED)
     added = ()
     for chunk in tl.static_range(CHUNKS):
         col_offsets, col_mask = block_columns(member() * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
@@ -310,6 +353,8 @@ def finish_row(
         place = (numbers, col_offsets, cols, mask)
         if KEEPS:
             values = kept[chunk][0]
+        elif IS_EARLY:
+            values = again[chunk]
         else:
             values = LOAD_ROWS(operands, strides, sizes, row_offsets, col_offsets, row_mask, mask)
         values += unpack_kept(kept[chunk][1])
@@ -332,8 +377,9 @@ def walk_share(
     LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr, ROW_NUMBERS: tl.constexpr, PROLOGUE: tl.constexpr,
     EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr, STORE_ROW_SUMS: tl.constexpr,
     ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr, IS_CENTERED: tl.constexpr,
-    COMPUTE: tl.constexpr, KEEPS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr,
-    IS_EVEN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    COMPUTE: tl.constexpr, KEEPS: tl.constexpr, PREFETCH: tl.constexpr, ASK: tl.constexpr, IS_EARLY: tl.constexpr,
+    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_EVEN: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The share of one team in the rows of a group; returns the number of its next message."""
     row = (share // shares) * group_rows + share % shares
@@ -344,21 +390,23 @@ def walk_share(
         ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
     )  # fmt: skip
     for next_row in tl.range(row + shares, end, shares, num_stages=STAGES):
+        asked = ASK(mailbox, number, SPLITS, IS_CENTERED)
+        prefetch_part(next_row + shares, end, operands, strides, sizes, cols, PREFETCH, BLOCK_COLS, CHUNKS)
         next_statistics, next_kept = begin_row(
             next_row, operands, columns, mailbox, number + 1, statistic_ptrs, strides, sizes, rows, cols, LOAD_ROWS, HOLD,
             KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, SPLITS,
         )  # fmt: skip
         accumulators = finish_row(
             next_row - shares, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number,
-            strides, sizes, rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
-            ACCUMULATE, IS_CENTERED, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN, SPLITS,
+            asked, strides, sizes, rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
+            STORE_ROW_SUMS, ACCUMULATE, IS_CENTERED, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN, IS_EARLY, SPLITS,
         )  # fmt: skip
         number, statistics, kept = number + 1, next_statistics, next_kept
     row += (end - 1 - row) // shares * shares  # not carried through the loop, whose loads would not be pipelined then
     accumulators = finish_row(
-        row, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number, strides, sizes, rows,
-        cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE, IS_CENTERED,
-        KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN, SPLITS,
+        row, statistics, kept, accumulators, operands, gradients, partials, columns, mailbox, number, (), strides, sizes,
+        rows, cols, LOAD_ROWS, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
+        IS_CENTERED, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN, IS_EARLY, SPLITS,
     )  # fmt: skip
     for chunk in tl.static_range(CHUNKS):
         col_offsets, col_mask = block_columns(member() * CHUNKS + chunk, cols, IS_EXACT, BLOCK_COLS)
@@ -373,9 +421,9 @@ def walk_backward(
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr, ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr,
-    IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr, HAS_GROUPS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, IS_EVEN: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr,
+    IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr, PREFETCH: tl.constexpr, ASK: tl.constexpr,
+    IS_EARLY: tl.constexpr, HAS_GROUPS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    IS_EXACT: tl.constexpr, IS_EVEN: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     program, programs = team_number(), teams()
     columns = ()
@@ -389,15 +437,15 @@ def walk_backward(
             number = walk_share(
                 share, shares, rows // groups, number, operands, columns, gradients, partials, mailbox, statistic_ptrs,
                 strides, sizes, rows, cols, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
-                STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS,
-                IS_EXACT, IS_EVEN, SPLITS, STAGES,
+                STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, PREFETCH, ASK,
+                IS_EARLY, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN, SPLITS, STAGES,
             )  # fmt: skip
     else:
         walk_share(
-            program, programs, rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides, sizes,
-            rows, cols, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS,
-            ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN,
-            SPLITS, STAGES,
+            program, programs, rows, number, operands, columns, gradients, partials, mailbox, statistic_ptrs, strides,
+            sizes, rows, cols, LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE,
+            STORE_ROW_SUMS, ACCUMULATE, STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, PREFETCH, ASK, IS_EARLY,
+            BLOCK_COLS, CHUNKS, IS_EXACT, IS_EVEN, SPLITS, STAGES,
         )  # fmt: skip
 
 
@@ -407,22 +455,22 @@ def team_backward_kernel(
     LOAD_COLUMNS: tl.constexpr, LOAD_ROWS: tl.constexpr, HOLD: tl.constexpr, KEEP: tl.constexpr, ROW_NUMBERS: tl.constexpr,
     PROLOGUE: tl.constexpr, EPILOGUE_VJP: tl.constexpr, PROLOGUE_VJP: tl.constexpr, STORE: tl.constexpr,
     STORE_ROW_SUMS: tl.constexpr, ACCUMULATE: tl.constexpr, STORE_PARTIALS: tl.constexpr, ACCUMULATORS: tl.constexpr,
-    IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr, HAS_GROUPS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr, IS_EXACT: tl.constexpr, HAS_COPY: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, HAS_NEXT: tl.constexpr,
+    IS_CENTERED: tl.constexpr, COMPUTE: tl.constexpr, KEEPS: tl.constexpr, PREFETCH: tl.constexpr, ASK: tl.constexpr,
+    IS_EARLY: tl.constexpr, HAS_GROUPS: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr,
+    IS_EXACT: tl.constexpr, HAS_COPY: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, HAS_NEXT: tl.constexpr,
 ):  # fmt: skip
     if is_full(cols, BLOCK_COLS, CHUNKS, IS_EXACT, HAS_COPY):
         walk_backward(
             operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
             LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
-            STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, HAS_GROUPS, BLOCK_COLS, CHUNKS, True, IS_EXACT,
-            SPLITS, STAGES,
+            STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, PREFETCH, ASK, IS_EARLY, HAS_GROUPS, BLOCK_COLS,
+            CHUNKS, True, IS_EXACT, SPLITS, STAGES,
         )  # fmt: skip
     else:
         walk_backward(
             operands, gradients, partials, mailbox, statistic_ptrs, strides, sizes, rows, groups, cols, LOAD_COLUMNS,
             LOAD_ROWS, HOLD, KEEP, ROW_NUMBERS, PROLOGUE, EPILOGUE_VJP, PROLOGUE_VJP, STORE, STORE_ROW_SUMS, ACCUMULATE,
-            STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, HAS_GROUPS, BLOCK_COLS, CHUNKS, False, False, SPLITS,
-            STAGES,
+            STORE_PARTIALS, ACCUMULATORS, IS_CENTERED, COMPUTE, KEEPS, PREFETCH, ASK, IS_EARLY, HAS_GROUPS, BLOCK_COLS,
+            CHUNKS, False, False, SPLITS, STAGES,
         )  # fmt: skip
     let_next_begin(HAS_NEXT)

@@ -19,7 +19,8 @@ class Plan:
     many as leave `programs` in all.
     `ahead`: how many first tasks are begun, of pattern `column`, between those of a row and its merging, and again between
     that and the last tasks; of pattern `held`, how many rows, one or none, are begun before another is finished, whose
-    messages arrive meanwhile.
+    messages arrive meanwhile; of pattern `team`, how many rows after the one that is loaded, one or none, are brought
+    to L2 meanwhile, where elements are moved alone, for which there is no pipeline.
     `held`: as many tiles at the most stay in L2 from their first task to their last. Where that
     is too few, each kind of them has a launch of its own. `tasks`: which of them the kernel of pattern `column` has. Without
     the last ones, which then are another kernel's, no program ever has to wait. That kernel may be one whose programs all
@@ -34,7 +35,10 @@ class Plan:
     for it (`row`, forward, a program for each block of rows).
     `recomputes`: the prologue is computed again after a row is reduced, for the want of registers (`row`, `team`, `held`).
     `keeps`: what was loaded of a row stays in registers until it is finished, instead of being loaded again from L2 (`team`,
-    backward, on NVIDIA's GPUs).
+    on NVIDIA's GPUs).
+    `early`: it is loaded again before its sums have come, not after (`team`, backward).
+    `asks`: messages of other programs are asked for before the next row is loaded; only for those that have not come by then
+    does a program wait after that (`team`).
     `least`: elements of a tile for each warp, where there are few rows (`row`: forward, where there is a program for each
     block of rows; backward, where a program has one warp).
     `per_unit`: so many programs must fit on a multiprocessor, if not 0: they have no more registers than that leaves
@@ -56,6 +60,8 @@ class Plan:
     late: bool = False
     recomputes: bool = False
     keeps: bool = False
+    early: bool = False
+    asks: bool = False
     per_unit: int = 0
     together: int = 1
     by_units: bool = False

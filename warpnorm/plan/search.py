@@ -25,6 +25,7 @@ def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device
     if chosen.pattern == COLUMN:
         found += _columns(chosen)
     elif chosen.pattern == TEAM:
+        found += _hurried(chosen, problem.has_vectors, is_backward)
         found += _teams(chosen, device)
     elif chosen.pattern == HELD:
         found += _held(chosen, device)
@@ -84,6 +85,13 @@ def _teams(chosen: Plan, device: Device) -> Iterator[Plan]:
                     chosen, block_cols=block_cols, warps=warps, programs=teams, splits=splits, chunks=chunks, stages=stages,
                     per_unit=per_unit, why="tried",
                 )  # fmt: skip
+
+
+def _hurried(chosen: Plan, has_vectors: bool, is_backward: bool) -> Iterator[Plan]:
+    of_ahead = (0,) if has_vectors else (0, 1)
+    of_early = (False, True) if is_backward and not chosen.keeps else (False,)
+    for ahead, early, asks in product(of_ahead, of_early, (False, True)):
+        yield replace(chosen, ahead=ahead, early=early, asks=asks, why="tried")
 
 
 def _columns(chosen: Plan) -> Iterator[Plan]:

@@ -16,13 +16,17 @@ MOST_STAGES = 3
 
 class Part(NamedTuple):
     """What one program of a team has of a row, in how many blocks, with how many warps; how many programs a multiprocessor
-    has; and whether each keeps what it loaded."""
+    has; whether each keeps what it loaded, prefetches the row after the next, loads a row again early, and asks for messages
+    early."""
 
     cols: int
     warps: int
     per_unit: int
     chunks: int
     keeps: bool = False
+    prefetches: bool = False
+    early: bool = False
+    asks: bool = False
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan | None:
@@ -31,13 +35,7 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
     151 and 152, RMSNorm 153 and 161 instead of 143."""
     is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
     if not problem.has_vectors:
-        # At 50257: RMSNorm 71, LayerNorm 56, walked by one program 38 and 34; with three rows at hand, or a row in registers
-        # until its sums are there, less. Moved by 16 bytes as they lie, by teams whose rows all begin at the same place of a
-        # vector: 60 and 45 if the next vector is loaded too, 70 and 49 if it comes from the next thread. fp32 74 and 69,
-        # walked 47 and 36
-        is_narrow = is_half and problem.width <= LARGEST_TEAM * 2048
-        narrow, wide = Part(2048, 2, 6 if is_centered else 8, 1), Part(4096, 4 if is_centered else 8, 3, 1)
-        part = narrow if is_narrow else wide
+        part = _part_of_elements(problem)
     else:
         # LayerNorm and RMSNorm at 131072: 78 and 83, at 262144: 78 and 83, walked by one program 59 and 61, 54 and 56.
         # With 8 KB of a row LayerNorm at 131072 and 262144: 88 and 88, of the latter 87 with 16 KB, and 79 where messages of
@@ -52,14 +50,30 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
             part = Part(2048, 2, 8, 4)  # LayerNorm at 65536: 90, and 89 with 4096 columns and 4 warps
         if not is_centered and is_half and epilogue_columns(problem) > 1:
             part = Part(4096, 8, 2, 2)  # not measured; with twice the columns 40 bytes of a thread spill
-    return _plan(problem, device, problem.operands, part, -(-problem.width // part.cols), "statistics", recomputes=True)
+    return _plan(problem, device, problem.operands, _asking(problem, part), "statistics", recomputes=True)
+
+
+def _part_of_elements(problem: ForwardProblem) -> Part:
+    """Where elements are moved alone. A row stays in registers until its sums are there, two halves to one of them. At
+    50257: RMSNorm 79, LayerNorm 70; loaded again 76 and 71; without prefetching 78 and 63; both in parts of 2048 columns 71
+    and 57. fp32: 91 and 86, RMSNorm 86 with prefetching; in parts of 4096 columns 74 and 71. Moved by 16 bytes as they lie,
+    by teams whose rows all begin at the same place of a vector: 60 and 45 if the next vector is loaded too, 70 and 49 if it
+    comes from the next thread; 83 and 57 if what is written is what lies there, and all is loaded twice."""
+    is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
+    is_lone = len(problem.varying) == 1
+    if is_lone and problem.width <= LARGEST_TEAM * 1024:
+        return Part(1024, 1, 12 if is_centered else 16, 1, True, prefetches=is_half or is_centered, asks=True)
+    if is_half and problem.width <= LARGEST_TEAM * 2048:
+        return Part(2048, 2, 6 if is_centered else 8, 1)
+    return Part(4096, 4 if is_centered else 8, 3, 1)
 
 
 def backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...]) -> Plan | None:
     part = _backward_part(problem, loads)
     if part is None:
         return None
-    return _plan(problem, device, loads, part, -(-problem.width // part.cols), "sums")
+    is_heavy = bool(needs.kept(problem)) or len(problem.accumulated) > 2
+    return _plan(problem, device, loads, part if is_heavy else _asking(problem, part), "sums")
 
 
 def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part | None:
@@ -70,9 +84,14 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
     if not problem.needs_grad_xhat or (is_heavy and not problem.has_vectors):
         return None
     if not problem.has_vectors:
-        # At 50257: RMSNorm 64, LayerNorm 59, by blocks of columns 36 and 37; less with 2048 columns and 4 warps. Moved by 16
-        # bytes as they lie: 58 and 44. fp32 71 and 65, 46 and 46
-        return Part(1024, 2, 8, 1) if is_half and cols <= LARGEST_TEAM * 1024 else Part(2048, 4, 3, 1)
+        # At 50257: RMSNorm 72; if messages are asked for early 63, without prefetching too 67. LayerNorm 63, 62 if rows are
+        # loaded again late. With 2048 columns and 4 warps 64 and 60, with one warp and if rows stay in registers 68 and 49,
+        # by blocks of columns 36 and 37. Moved by 16 bytes as they lie: 58 and 44. fp32 81 and 75, RMSNorm 77 with
+        # prefetching; by blocks of columns 46 and 46
+        if is_half and cols <= LARGEST_TEAM * 1024:
+            return Part(1024, 2, 8, 1, prefetches=sums < 2 and loaded <= 4, early=loaded <= 4)
+        is_light = not is_half and loaded <= 8
+        return Part(2048, 4, 3, 1, prefetches=is_light and sums == 2, asks=is_light)
     keeps = not is_heavy and sums == 2 and is_half and loaded <= 4
     if is_half and not is_heavy and loaded <= 4 and cols <= 65536 and not problem.is_filled:
         # LayerNorm at 12296 and 15000: 76 and 76, with 2048 columns 70 and 73; in one block 77 and 77, at 20488 and 50256 76
@@ -108,16 +127,22 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
     return Part(4096, 4, 2, 1 if cols <= 131072 else 4)  # LayerNorm at 262144: 73
 
 
+def _asking(problem: Problem, part: Part) -> Part:
+    """Where each thread waits for two messages of two numbers. LayerNorm at 262144: backward 230 microseconds, 264 without,
+    forward 147.3 and 149.6. For one message of a thread it is as fast or slower: LayerNorm backward at 65536 233 and 223."""
+    asks = problem.norm.is_centered and needs.itemsize(problem) <= 2 and _splits(problem, part) > 32
+    return part._replace(asks=True) if asks else part
+
+
+def _splits(problem: Problem, part: Part) -> int:
+    return -(-problem.width // part.cols)
+
+
 def _plan(
-    problem: Problem,
-    device: Device,
-    loads: tuple[Operand, ...],
-    part: Part,
-    splits: int,
-    what: str,
-    recomputes: bool = False,
+    problem: Problem, device: Device, loads: tuple[Operand, ...], part: Part, what: str, recomputes: bool = False
 ) -> Plan | None:
     """Messages are two float32 numbers; all programs of a team run at the same time."""
+    splits = _splits(problem, part)
     if not device.has_teams or needs.words(problem) > 1 or not 2 <= splits <= LARGEST_TEAM:
         return None
     teams = device.units * part.per_unit // splits
@@ -130,6 +155,6 @@ def _plan(
         return None
     why = f"{splits} programs that run at the same time share a row and exchange its {what}"
     return Plan(
-        TEAM, 1, part.cols // part.chunks, part.warps, teams, splits, part.chunks, stages,
-        recomputes=recomputes, keeps=part.keeps, per_unit=part.per_unit, why=why,
+        TEAM, 1, part.cols // part.chunks, part.warps, teams, splits, part.chunks, stages, ahead=int(part.prefetches),
+        recomputes=recomputes, keeps=part.keeps, early=part.early, asks=part.asks, per_unit=part.per_unit, why=why,
     )  # fmt: skip

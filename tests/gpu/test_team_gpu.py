@@ -180,6 +180,42 @@ def test_widths_that_choose_a_team_forward(cols: int, norm: Norm, dtype: torch.d
         assert not warpnorm.layer_norm(torch.full((2, cols), 3.3, device=device).to(dtype), (cols,)).any()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", [16_383, 33_001, 50_257])
+def test_widths_whose_elements_are_moved_alone(cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
+    """So many rows that every team has several: it keeps them, asks for messages early and brings rows to L2."""
+    input = torch.randn(1200, cols, device=device).to(dtype)
+    operands = operands_for(norm, input, 1)
+    call, views = call_for(norm, 1, *operands), tuple(map(View.of, operands))
+    wanted = tuple(range(len(operands)))
+    plans = (
+        pipeline.prepare_forward(call, (*views, views[0]), input.device, None).plan,
+        pipeline.prepare_backward(call, (*views, views[0]), input.device, (0,), wanted, None).plan,
+    )
+    assert all(plan.pattern == TEAM and 3 * plan.programs < 1200 for plan in plans)
+    check_accuracy(norm, 1, lambda seed: torch.randn(1200, cols, device=device).to(dtype))
+
+
+@pytest.mark.parametrize("samples", [3, 300])
+@pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm], ids=lambda norm: norm.__name__)
+def test_a_gradient_for_each_sample_where_elements_are_moved_alone(norm: Any, samples: int, device: str) -> None:
+    """More samples than there are teams, or fewer: a team's messages go on from one to the next."""
+
+    def scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return norm(x, x.shape[-1:]) * scale
+
+    rows, cols = 600 // samples, 50_257
+    x = torch.randn(samples, rows, cols, device=device).bfloat16().requires_grad_()
+    scale = torch.randn(samples, 1, 1, device=device).bfloat16().requires_grad_()
+    grad = torch.randn(samples, rows, cols, device=device).bfloat16()
+    found = torch.autograd.grad(warpnorm.fuse(scaled)(x, scale), (x, scale), grad)
+    wide = [tensor.detach().double().requires_grad_() for tensor in (x, scale)]
+    expected = torch.autograd.grad(scaled(*wide), wide, grad.double())
+    for gradient, truth in zip(found, expected, strict=True):
+        assert (gradient.double() - truth).norm() <= 4e-3 * truth.norm()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("cols", [512, 1000, 4096, 8192, 12_288, 24_576, 65_536, 131_072])
 def test_a_sample_is_the_same_among_others(cols: int, dtype: torch.dtype, device: str) -> None:

@@ -78,6 +78,32 @@ def test_rows(plan: Plan, norm: Norm, rows: int, cols: int, dtype: torch.dtype) 
     check_rows(norm, 1, make, lambda operands, grad: run_planned(norm, operands, grad, plan, plan))
 
 
+ALONE = (
+    Plan(TEAM, 1, 128, 1, programs=2, splits=3, ahead=1, keeps=True, asks=True),
+    Plan(TEAM, 1, 128, 1, programs=2, splits=3, ahead=1, early=True),
+)
+
+
+def test_rows_moved_alone() -> None:
+    """Of 303 columns, which are not aligned: two lines of memory to a part of halves, of which two lie in a register until
+    the row is finished; four to one of float32. Rows further apart than they are long too."""
+
+    def make(seed: int, dtype: torch.dtype, cols: int) -> torch.Tensor:
+        return torch.randn(7, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)[:, :303]
+
+    for dtype, norm, (forward, backward), cols in (
+        (torch.bfloat16, NORMS[0], ALONE, 303),
+        (torch.float16, NORMS[1], ALONE, 400),
+        (torch.float32, NORMS[0], ALONE[::-1], 303),
+    ):
+        check_rows(
+            norm, 1, lambda seed, dtype=dtype, cols=cols: make(seed, dtype, cols),
+            lambda operands, grad, norm=norm, forward=forward, backward=backward: run_planned(
+                norm, operands, grad, forward, backward
+            ),
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("mode", [BATCH, GROUPS, ONE_GROUP], ids=str)
 @pytest.mark.parametrize(

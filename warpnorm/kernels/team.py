@@ -1,7 +1,7 @@
 """Access pattern `team`: a row is shared by SPLITS programs that run at the same time, each with CHUNKS blocks of its
 columns. They exchange the sums over their columns through global memory. They are persistent, as in `row.py`, and have two
 rows at hand: a program sends its sums of one, and while they travel it finishes the row before, which it loads once more,
-from L2, or in backward has kept (KEEPS). In registers are what does not vary by row, the sums over rows, and one chunk. The
+from L2, or has kept (KEEPS). In registers are what does not vary by row, the sums over rows, and one chunk. The
 sums of forward are a mean and M2, which all merge in the same order."""
 
 import triton
@@ -219,7 +219,7 @@ def finish_forward(
 def prefetch_part(
     row, end, operands, strides, sizes, cols, PREFETCH: tl.constexpr, BLOCK_COLS: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
-    """Has memory bring this program's part of a row to L2, if there is one, before it is loaded."""
+    """Has memory bring this program's part of a row to L2 before it is loaded; where there is no such row, of the last."""
     PART: tl.constexpr = BLOCK_COLS * CHUNKS
     PREFETCH(operands, strides, sizes, tl.minimum(row, end - 1) + tl.arange(0, 1), member() * PART, cols, PART)
 

@@ -285,8 +285,8 @@ def _row_backward_by_blocks(
     is_light = needs.itemsize(problem) <= 2 and kept == 0 and tiles == 2
     is_short = is_light and problem.cols_class == 1024 and problem.eighths == 5
     if is_short:
-        # LayerNorm and RMSNorm at 640: 95 and 97, with two warps 92 and 96, with four stages 92 and 92; at 520, which fills
-        # fewer of its blocks, 93 and 96 with four, 84 and 88 with three in blocks of 256
+        # LayerNorm and RMSNorm at 640: 95 and 97, in blocks of 256 94 and 97, with two warps 92 and 96, with four stages 92
+        # and 92; at 520, which fills fewer of its blocks, 93 and 96 with four, 84 and 88 with three in blocks of 256
         block_cols, chunks = 128, 5
     width = block_cols * chunks
     words = width * needs.itemsize(problem) // 2

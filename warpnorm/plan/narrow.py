@@ -84,13 +84,17 @@ def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
     ):
         return None
     block_cols = blocks[0] if cols >= 256 and is_half else cols // 4
-    has_two = cols == 128 or (cols == 256 and problem.eighths == 5)
-    warps = 2 if has_two and is_half and has_sums else 1
-    block_rows, per_unit = _rows_at_once(device, warps, block_cols * itemsize), 8
+    per_unit, stages = 8, 3
+    warps = 2 if cols == 128 and is_half and has_sums else 1
+    if cols == 256 and is_half and problem.eighths == 5 and problem.norm.is_centered:
+        rows = _rows_at_once(device, 2, block_cols * itemsize)
+        loaded = needs.loaded_bytes(problem.operands + problem.grad_outputs, rows * problem.width)
+        warps = 2 if per_unit * ((stages - 1) * loaded + needs.SPARE_SHARED_BYTES) <= device.shared_bytes else 1
+    block_rows = _rows_at_once(device, warps, block_cols * itemsize)
     if is_half and cols == 512 and problem.eighths == 5:
         block_rows, per_unit = block_rows // 2, 12
     chunks = -(-problem.width // block_cols)
     why = f"persistent: sums over rows stay in registers; narrow rows, each in {chunks} blocks"
     least = least_backward(problem, device)
     programs = device.units * per_unit
-    return Plan(ROW, block_rows, block_cols, warps, programs, chunks=chunks, stages=3, least=least, why=why)
+    return Plan(ROW, block_rows, block_cols, warps, programs, chunks=chunks, stages=stages, least=least, why=why)

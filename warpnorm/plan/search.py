@@ -26,7 +26,7 @@ def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device
         found += _columns(chosen)
     elif chosen.pattern == TEAM:
         found += _hurried(chosen, problem.has_vectors, is_backward)
-        found += _teams(chosen, device)
+        found += _teams(chosen, device, problem.has_vectors)
     elif chosen.pattern == HELD:
         found += _held(chosen, device)
     if chosen.pattern == ROW:
@@ -72,13 +72,17 @@ def _walks(cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:
                 yield Plan(LONG_ROW, 1, block_cols, warps, programs * device.units, stages=stages, why="tried")
 
 
-def _teams(chosen: Plan, device: Device) -> Iterator[Plan]:
+def _teams(chosen: Plan, device: Device, has_vectors: bool) -> Iterator[Plan]:
+    """Elements that are moved alone have no pipeline, and smaller programs."""
+    of_warps, of_units, of_stages = (
+        ((2, 4, 8), (1, 2, 3, 4), (2, 3)) if has_vectors else ((1, 2, 4), (4, 8, 12, 16), (1,))
+    )
     part = chosen.block_cols * chosen.chunks
     for half_parts, chunks in product((1, 2, 4), (1, 2, 4, 8)):  # half of what a program has, as much, and twice
         splits, block_cols = -(-2 * chosen.splits // half_parts), part * half_parts // (2 * chunks)
         if splits < 2 or not 512 <= block_cols <= 4096 or block_cols & (block_cols - 1):
             continue
-        for warps, a_unit, stages in product((2, 4, 8), (1, 2, 3, 4), (2, 3)):
+        for warps, a_unit, stages in product(of_warps, of_units, of_stages):
             if teams := device.units * a_unit // splits:
                 per_unit = a_unit if chosen.per_unit else 0
                 yield replace(

@@ -7,10 +7,10 @@ from warpnorm.plan import needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import TEAM, Plan
 from warpnorm.plan.wide import epilogue_columns
-from warpnorm.problem import VECTOR_BYTES, BackwardProblem, ForwardProblem, Operand, Problem
+from warpnorm.problem import COLUMN, VECTOR_BYTES, BackwardProblem, ForwardProblem, Operand, Problem, is_varying
 
 LARGEST_TEAM = 64  # programs
-IN_FLIGHT_BYTES = 4 * needs.IN_FLIGHT_BYTES  # on one multiprocessor: every element is loaded twice
+IN_FLIGHT_BYTES = 4 * needs.IN_FLIGHT_BYTES  # on one multiprocessor, where there is a pipeline
 MOST_STAGES = 3
 
 
@@ -31,11 +31,11 @@ class Part(NamedTuple):
 
 def forward(problem: ForwardProblem, device: Device) -> Plan | None:
     """Every element is computed twice: silu(x) * r -> LayerNorm at 32768 is walked by one program, 61, and 52 by a team.
-    It is loaded twice as well: kept in registers, LayerNorm at 131072 and 262144 takes 174 and 178 microseconds instead of
-    151 and 152, RMSNorm 153 and 161 instead of 143."""
+    Where they are moved by vectors it is loaded twice as well: kept in registers, LayerNorm at 131072 and 262144 takes 174
+    and 178 microseconds instead of 151 and 152, RMSNorm 153 and 161 instead of 143."""
     is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
     if not problem.has_vectors:
-        part = _part_of_elements(problem)
+        part = _part_of_elements(problem, device)
     else:
         # LayerNorm and RMSNorm at 131072: 78 and 83, at 262144: 78 and 83, walked by one program 59 and 61, 54 and 56.
         # With 8 KB of a row LayerNorm at 131072 and 262144: 88 and 88, of the latter 87 with 16 KB, and 79 where messages of
@@ -53,16 +53,21 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
     return _plan(problem, device, problem.operands, _asking(problem, part), "statistics", recomputes=True)
 
 
-def _part_of_elements(problem: ForwardProblem) -> Part:
+def _part_of_elements(problem: ForwardProblem, device: Device) -> Part:
     """Where elements are moved alone. A row stays in registers until its sums are there, two halves to one of them. At
     50257: RMSNorm 79, LayerNorm 70; loaded again 76 and 71; without prefetching 78 and 63; both in parts of 2048 columns 71
     and 57. fp32: 91 and 86, RMSNorm 86 with prefetching; in parts of 4096 columns 74 and 71. Moved by 16 bytes as they lie,
     by teams whose rows all begin at the same place of a vector: 60 and 45 if the next vector is loaded too, 70 and 49 if it
     comes from the next thread; 83 and 57 if what is written is what lies there, and all is loaded twice."""
     is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
-    is_lone = len(problem.varying) == 1
-    if is_lone and problem.width <= LARGEST_TEAM * 1024:
-        return Part(1024, 1, 12 if is_centered else 16, 1, True, prefetches=is_half or is_centered, asks=True)
+    columns = sum(o.axes == COLUMN and not is_varying(o) for o in problem.operands)
+    # With more beside the row in registers up to 344 bytes of a thread would spill
+    is_light = len(problem.varying) == 1 and columns <= (2 if is_centered else 1)
+    if is_light and problem.width <= LARGEST_TEAM * 1024:
+        # The compiler needs more registers for an A100, where this is not measured: up to 96 bytes of a thread would spill
+        fewer = 4 if isinstance(device.arch, int) and device.arch < 90 else 0
+        per_unit = (12 if is_centered else 16) - fewer
+        return Part(1024, 1, per_unit, 1, True, prefetches=is_half or is_centered, asks=True)
     if is_half and problem.width <= LARGEST_TEAM * 2048:
         return Part(2048, 2, 6 if is_centered else 8, 1)
     return Part(4096, 4 if is_centered else 8, 3, 1)
@@ -89,7 +94,7 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         # by blocks of columns 36 and 37. Moved by 16 bytes as they lie: 58 and 44. fp32 81 and 75, RMSNorm 77 with
         # prefetching; by blocks of columns 46 and 46
         if is_half and cols <= LARGEST_TEAM * 1024:
-            return Part(1024, 2, 8, 1, prefetches=sums < 2 and loaded <= 4, early=loaded <= 4)
+            return Part(1024, 2, 8, 1, prefetches=not problem.norm.is_centered and loaded <= 4, early=loaded <= 4)
         is_light = not is_half and loaded <= 8
         return Part(2048, 4, 3, 1, prefetches=is_light and sums == 2, asks=is_light)
     keeps = not is_heavy and sums == 2 and is_half and loaded <= 4

@@ -84,7 +84,7 @@ def backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...
 def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part | None:
     cols, sums = problem.cols_class, len(problem.accumulated)
     kept, is_half = needs.kept(problem), needs.itemsize(problem) <= 2
-    is_heavy = bool(kept) or sums > 2
+    is_heavy, is_centered = bool(kept) or sums > 2, problem.norm.is_centered
     loaded = needs.loaded_bytes(loads, 1)
     if not problem.needs_grad_xhat or (is_heavy and not problem.has_vectors):
         return None
@@ -94,7 +94,8 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         # by blocks of columns 36 and 37. Moved by 16 bytes as they lie: 58 and 44. fp32 81 and 75, RMSNorm 77 with
         # prefetching; by blocks of columns 46 and 46
         if is_half and cols <= LARGEST_TEAM * 1024:
-            return Part(1024, 2, 8, 1, prefetches=not problem.norm.is_centered and loaded <= 4, early=loaded <= 4)
+            is_early = loaded <= 4
+            return Part(1024, 2, 8, 1, prefetches=is_early and not is_centered and sums < 2, early=is_early)
         is_light = not is_half and loaded <= 8
         return Part(2048, 4, 3, 1, prefetches=is_light and sums == 2, asks=is_light)
     keeps = not is_heavy and sums == 2 and is_half and loaded <= 4

@@ -30,6 +30,7 @@ from kernel_contracts.running import check_accuracy as check_rows
 from warpnorm import pipeline, settings
 from warpnorm.kernels import messages
 from warpnorm.norms import LAYER_NORM, Norm
+from warpnorm.plan import device as devices
 from warpnorm.plan.plan import HELD, ROW, TEAM, Plan
 from warpnorm.problem import View
 
@@ -245,13 +246,17 @@ def test_nan_stays_in_its_row(norm: Norm) -> None:
     ("cols", "dtype"), [(20_000, torch.float32), (50_257, torch.bfloat16), (65_536, torch.bfloat16)], ids=str
 )
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
-def test_rows_as_a_gpu_would(norm: Norm, cols: int, dtype: torch.dtype) -> None:
-    operands = operands_for(norm, torch.randn(3, cols).to(dtype), 1)
+def test_rows_as_a_gpu_would(norm: Norm, cols: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of so few multiprocessors that a team has several rows."""
+    gpu = replace(devices.KNOWN["sm_90"], backend="interpreter", arch="cpu", units=8)
+    monkeypatch.setattr(devices, "_numbers", lambda device: gpu)
+    operands = operands_for(norm, torch.randn(5, cols).to(dtype), 1)
     views = tuple(View.of(t) for t in (*operands, operands[0]))
     wanted = tuple(range(len(operands)))
     launch = pipeline.prepare_backward(call_for(norm, 1, *operands), views, operands[0].device, (0,), wanted, None)
     assert launch.plan.pattern == TEAM
-    check_rows(norm, 1, lambda seed: torch.randn(3, cols, generator=torch.Generator().manual_seed(seed)).to(dtype))
+    assert launch.plan.programs < 5
+    check_rows(norm, 1, lambda seed: torch.randn(5, cols, generator=torch.Generator().manual_seed(seed)).to(dtype))
 
 
 @pytest.mark.usefixtures("as_chosen")

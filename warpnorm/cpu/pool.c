@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 
 typedef int (*task_t)(void **, const int64_t *, const double *, int64_t part, int64_t parts);
@@ -170,4 +171,17 @@ void settle_f(const double *partials, int64_t height, int64_t width, float *tota
         for (int64_t i = 0; i < height; i++) total += partials[i * width + j];
         totals[j] = (float)total;
     }
+}
+
+/* Tasks for some of them, by how many there are, their height, and the width of each. */
+int clear(void **pointers, const int64_t *numbers, const double *reals, int64_t part, int64_t parts) {
+    (void)reals, (void)part, (void)parts;
+    for (int64_t k = 0; k < numbers[0]; k++) memset(pointers[k], 0, (size_t)(numbers[1] * numbers[k + 2]) * sizeof(double));
+    return 0;
+}
+
+int settle(void **pointers, const int64_t *numbers, const double *reals, int64_t part, int64_t parts) {
+    (void)reals, (void)part, (void)parts;
+    for (int64_t k = 0; k < numbers[0]; k++) settle_f(pointers[2 * k], numbers[1], numbers[k + 2], pointers[2 * k + 1]);
+    return 0;
 }

@@ -19,6 +19,9 @@ from warpnorm.space import Space
 
 # Elements for which a thread is woken
 PART = 1 << 15
+FEW_PARTS = (
+    8  # of a backward whose time in Python is worth saving; all of them have sums, however few threads there are
+)
 NO_FACTORS = (0.0, 0.0, 0.0)
 
 
@@ -204,6 +207,54 @@ class NativeBackward(_Launch):
         self.run(self.function, operands, (*grad_outputs, *written, *saved, *partials), parts)
         for of, partial in zip(self.sums, partials, strict=True):
             of.settle(partial, gradients[of.which])
+
+    def described(self, operands: int) -> tuple[Any, ...] | None:
+        """This call as `NativeForward.described` has it, and the sizes of its partial sums: where it has few parts, without
+        sums or with those of float32 columns."""
+        problem, of_sums = self.problem, self.sums
+        if problem.norm.is_by_channel or self.takes_numbers or len(problem.given) != 1 or self.most_parts > FEW_PARTS:
+            return None
+        if any(of.shape[0] or not of.width or problem.gradients[of.which].dtype != torch.float32 for of in of_sums):
+            return None
+        grad = operands + len(problem.norm.saved)
+        read, statistics, gradients = (
+            range(operands),
+            range(operands, grad),
+            range(grad + 1, grad + 1 + len(problem.wanted)),
+        )
+        partials = range(gradients.stop, gradients.stop + len(of_sums))
+        slots = (*read, grad, *(gradients[k] for k in problem.written), *statistics, *partials)
+        launches = [self._described(self.function, self.in_memory, self.most_parts, slots)]
+        if of_sums:
+            pairs = [slot for k, of in enumerate(of_sums) for slot in (partials[k], gradients[of.which])]
+            clear, settle = (
+                ctypes.cast(task, ctypes.c_void_p).value for task in (build.pool().clear, build.pool().settle)
+            )
+            before, after = (
+                self._described(clear, self.of_sums, 1, partials),
+                self._described(settle, self.of_sums, 1, pairs),
+            )
+            launches = [before, *launches, after]
+        numbers = torch.float64.itemsize // problem.compute.itemsize
+        return tuple(self.most_parts * of.width * numbers for of in of_sums), tuple(launches), ((), 4, 0)
+
+    def _described(self, function: int | None, numbers: Any, parts: int, slots: Sequence[int]) -> tuple[Any, ...]:
+        addresses = (ctypes.cast(of, ctypes.c_void_p).value for of in (_pool(), numbers, self.reals))
+        return (function, *addresses, parts, 0.0, tuple((slot, 0) for slot in slots))
+
+    @cached_property
+    def most_parts(self) -> int:
+        """With any number of threads."""
+        return max(1, min(self.shared, self.space.rows * self.space.cols // PART))
+
+    @cached_property
+    def of_sums(self) -> Any:
+        numbers = (len(self.sums), self.most_parts, *(of.width for of in self.sums))
+        return (ctypes.c_int64 * len(numbers))(*numbers)
+
+    @cached_property
+    def reals(self) -> Any:
+        return _in_memory(0.0, *NO_FACTORS)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,9 @@
    started when they are needed. Whoever finds these busy does all parts alone. */
 
 #include <pthread.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
 #include <sys/mman.h>
+#define TOO_LARGE 0x7fu /* of 8 bits, which nothing here has */
+#include "pointwise.h"
 
 typedef int (*task_t)(void **, const int64_t *, const double *, int64_t part, int64_t parts);
 
@@ -165,23 +164,33 @@ void ask_for_huge_pages(void *start, int64_t bytes, int64_t parts) {
 }
 
 /* Sums over the height of partial sums (height, width), in their order. */
-void settle_f(const double *partials, int64_t height, int64_t width, float *totals) {
-    for (int64_t j = 0; j < width; j++) {
-        double total = 0;
-        for (int64_t i = 0; i < height; i++) total += partials[i * width + j];
-        totals[j] = (float)total;
+#define SETTLE(T, store) \
+    for (int64_t j = 0; j < width; j++) { \
+        double total = 0; \
+        for (int64_t i = 0; i < height; i++) total += partials[i * width + j]; \
+        ((T *)totals)[j] = store; \
+    }
+
+void settle_one(const double *partials, int64_t height, int64_t width, int64_t kind, void *totals) {
+    switch (kind) {
+        case 0: SETTLE(float, (float)total) break;
+        case 1: SETTLE(double, total) break;
+        case 2: SETTLE(uint16_t, store_bf16((float)total)) break;
+        default: SETTLE(uint16_t, store_fp16((float)total))
     }
 }
 
-/* Tasks for some of them, by how many there are, their height, and the width of each. */
+/* Tasks for some of them, by how many there are, their height, and the width and kind of each. */
 int clear(void **pointers, const int64_t *numbers, const double *reals, int64_t part, int64_t parts) {
     (void)reals, (void)part, (void)parts;
-    for (int64_t k = 0; k < numbers[0]; k++) memset(pointers[k], 0, (size_t)(numbers[1] * numbers[k + 2]) * sizeof(double));
+    for (int64_t k = 0; k < numbers[0]; k++)
+        memset(pointers[k], 0, (size_t)(numbers[1] * numbers[2 * k + 2]) * sizeof(double));
     return 0;
 }
 
 int settle(void **pointers, const int64_t *numbers, const double *reals, int64_t part, int64_t parts) {
     (void)reals, (void)part, (void)parts;
-    for (int64_t k = 0; k < numbers[0]; k++) settle_f(pointers[2 * k], numbers[1], numbers[k + 2], pointers[2 * k + 1]);
+    for (int64_t k = 0; k < numbers[0]; k++)
+        settle_one(pointers[2 * k], numbers[1], numbers[2 * k + 2], numbers[2 * k + 3], pointers[2 * k + 1]);
     return 0;
 }

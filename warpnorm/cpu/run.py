@@ -11,7 +11,7 @@ import torch
 
 from warpnorm.codegen import along
 from warpnorm.cpu import across, build, memory, source
-from warpnorm.cpu.settle import Sum
+from warpnorm.cpu.settle import KINDS, Sum
 from warpnorm.cpu.writer import is_across
 from warpnorm.locks import is_child
 from warpnorm.problem import GROUP, NUMBER, BackwardProblem, ForwardProblem, Running
@@ -209,12 +209,12 @@ class NativeBackward(_Launch):
             of.settle(partial, gradients[of.which])
 
     def described(self, operands: int) -> tuple[Any, ...] | None:
-        """This call as `NativeForward.described` has it, and the sizes of its partial sums: where it has few parts, without
-        sums or with those of float32 columns."""
+        """This call as `NativeForward.described` has it, and the sizes of its partial sums: where it has few parts, and
+        its sums are those of columns."""
         problem, of_sums = self.problem, self.sums
         if problem.norm.is_by_channel or self.takes_numbers or len(problem.given) != 1 or self.most_parts > FEW_PARTS:
             return None
-        if any(of.shape[0] or not of.width or problem.gradients[of.which].dtype != torch.float32 for of in of_sums):
+        if any(of.shape[0] or not of.width or problem.gradients[of.which].dtype not in KINDS for of in of_sums):
             return None
         grad = operands + len(problem.norm.saved)
         read, statistics, gradients = (
@@ -249,7 +249,8 @@ class NativeBackward(_Launch):
 
     @cached_property
     def of_sums(self) -> Any:
-        numbers = (len(self.sums), self.most_parts, *(of.width for of in self.sums))
+        of_each = [n for of in self.sums for n in (of.width, KINDS[self.problem.gradients[of.which].dtype])]
+        numbers = (len(self.sums), self.most_parts, *of_each)
         return (ctypes.c_int64 * len(numbers))(*numbers)
 
     @cached_property

@@ -13,6 +13,7 @@ from warpnorm.problem import ALONG, COLUMN, GROUP, NUMBER, SCALAR, Operand
 from warpnorm.space import Space
 
 SETTLED = 1 << 16  # numbers that one thread sums
+KINDS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # as pool.c has them
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,9 @@ class Sum:
         """Writes the gradient, where it lies."""
         if self.is_merged:
             return
-        if self.width and gradient.dtype is torch.float32:
-            height = partial.numel() // self.width
-            build.pool().settle_f(
-                c_void_p(partial.data_ptr()), c_int64(height), c_int64(self.width), c_void_p(gradient.data_ptr())
-            )
+        if self.width and gradient.dtype in KINDS:
+            numbers = [c_int64(n) for n in (partial.numel() // self.width, self.width, KINDS[gradient.dtype])]
+            build.pool().settle_one(c_void_p(partial.data_ptr()), *numbers, c_void_p(gradient.data_ptr()))
             return
         by_axes = partial if self.shape[0] == 0 else partial.view(self.shape)
         sums = by_axes.sum(self.summed) if self.summed else by_axes

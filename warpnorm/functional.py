@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import handle_torch_function, has_torch_function_unary, has_torch_function_variadic
 
-from warpnorm import arguments, library, pipeline, reference, repeat, repeat_channels, routing, settings
+from warpnorm import arguments, library, pipeline, reference, repeat, repeat_channels, routing
 from warpnorm.library import is_sharded
 from warpnorm.norms import BATCH_NORM, FIXED_NORM, GROUP_NORM, LAYER_NORM, RMS_NORM, TRACKED_NORM, Norm
 from warpnorm.problem import FULL, Axes, Call, Running, compute_dtype
@@ -49,7 +49,9 @@ def layer_norm(
     """
     is_plain = out is None and normalized_dim is None and not return_stats and _is_zero(weight_offset)
     is_plain = is_plain and not torch.compiler.is_compiling()
-    if is_plain and type(input) is torch.Tensor and input.is_cpu and _is_short(normalized_shape):
+    is_short = is_plain and type(input) is torch.Tensor and not has_torch_function_unary(input)
+    is_short = is_short and input.is_cpu and routing.is_short(normalized_shape)
+    if is_short:
         try:
             return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
         except REFUSALS:
@@ -66,7 +68,7 @@ def layer_norm(
     seen = repeat.again(LAYER_NORM, input, normalized_shape, weight, bias, eps) if is_plain else None
     if isinstance(seen, torch.Tensor):
         return seen
-    if is_plain and _takes_operators(input, normalized_shape):
+    if is_plain and not is_short and routing.takes_operators(input, normalized_shape):
         try:
             return torch.layer_norm(input, normalized_shape, weight, bias, eps)  # type: ignore[arg-type]
         except REFUSALS:
@@ -125,7 +127,7 @@ def rms_norm(
         return seen
     if (
         is_plain
-        and _takes_operators(input, normalized_shape, RMS_NORM)
+        and routing.takes_operators(input, normalized_shape, RMS_NORM)
         and (weight is None or getattr(weight, "dtype", None) is input.dtype)
     ):
         try:
@@ -190,7 +192,7 @@ def batch_norm(
         return seen
     if has_torch_function_variadic(*tensors) or is_sharded(input):
         return _elsewhere(batch_norm, tensors, *tensors, training, momentum, eps, out=out, return_stats=return_stats)
-    if out is None and not return_stats and _takes_operators(input, None, norm):
+    if out is None and not return_stats and routing.takes_operators(input, None, norm):
         try:
             if training:
                 is_safe = input.numel() > input.shape[1] and arguments.may_write(*tensors)
@@ -248,7 +250,7 @@ def group_norm(
         return _elsewhere(
             group_norm, (input, weight, bias), input, num_groups, weight, bias, eps, out=out, return_stats=return_stats
         )
-    if out is None and not return_stats and _takes_operators(input, None, GROUP_NORM):
+    if out is None and not return_stats and routing.takes_operators(input, None, GROUP_NORM):
         try:
             if input.numel() > num_groups and (weight is not None or bias is None):
                 return torch.group_norm(input, num_groups, weight, bias, eps, False)
@@ -300,7 +302,7 @@ def instance_norm(
             instance_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
             use_input_stats, momentum, eps, out=out, return_stats=return_stats,
         )  # fmt: skip
-    if out is None and not return_stats and _takes_operators(input, None, GROUP_NORM):
+    if out is None and not return_stats and routing.takes_operators(input, None, GROUP_NORM):
         try:
             flags = (use_input_stats, momentum, eps, False)
             if use_input_stats:
@@ -357,32 +359,6 @@ def normalize_and_average(
 
 def _is_zero(weight_offset: float) -> bool:
     return type(weight_offset) is float and weight_offset == 0.0
-
-
-def _is_short(shape: Any) -> bool:
-    """Whether rows of so many columns are PyTorch's operator's on a CPU. Asked before anything else, which would take half
-    as long as that."""
-    is_one = type(shape) in (tuple, torch.Size, list) and len(shape) == 1 and type(shape[0]) is int
-    return is_one and shape[0] <= routing.SMALL_LONE_ROW and settings.current().route == "auto"
-
-
-def _takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: Norm = LAYER_NORM) -> bool:
-    """Whether a call without extras may go to PyTorch's operator unchecked: it is quicker than to check, and what the
-    operator refuses is checked after all."""
-    if torch.compiler.is_compiling() or not isinstance(input, torch.Tensor):
-        return False  # a compiler would not see the refusal
-    if not routing.is_strided(input):  # nobody else can read it
-        return True
-    if not input.is_cpu:
-        return False
-    route = settings.current().route
-    if route != "auto":
-        return route == "reference"
-    try:
-        cols = normalized_shape if isinstance(normalized_shape, int) else prod(normalized_shape or ())
-        return not (routing.is_large_input(norm, input, cols) and routing.has_compiler())
-    except (TypeError, ValueError, IndexError):
-        return False
 
 
 def takes_kernels(norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None, cols: int = 0) -> bool:

@@ -86,7 +86,7 @@ def _offer(found: "Repeat", key: tuple[Any, ...]) -> None:
     how = described(found.launch, input, (like,), range(found.count), False)
     if how is not None:
         saved, mask = tuple(range(found.count)), (1 << found.count) - 1
-        module.remember(key, *how, (), saved, mask, False, found, found.launch, True)
+        module.remember(key, *how, (), saved, mask, False, found, (found.launch, how[-2]), True)
 
 
 def described(
@@ -99,8 +99,8 @@ def described(
 ) -> tuple[Any, ...] | None:
     """As the compiled launcher takes it, but for the key and what Python does: tensors like the outputs, whether a tuple of
     them is returned, places of statistics, how many of them there are and are kept for backward, of how many rows, and
-    whether they are doubles; the launches, and what they share. Nothing if it does not take it. `operands` and `running` are
-    numbers of tensors."""
+    whether they are doubles; the launches, which own what their addresses are of, and what they share. Nothing if it does
+    not take it. `operands` and `running` are numbers of tensors."""
     how = launch.described(operands, len(outputs), running) if hasattr(launch, "described") else None
     if how is None:
         return None
@@ -331,7 +331,7 @@ class Backwards:
             is_plain = is_plain and not pipeline.without_twins(call, (*views, view), (0,), wanted)[1]
             if not is_plain or len(self._backward) >= LARGEST_CACHE:
                 return pipeline.backward(call, operands, grad_outputs, statistics, wanted)
-            self._backward[key] = launch
+            launch = self._backward.setdefault(key, launch)  # or what another thread has prepared meanwhile
         which = launch.problem.wanted
         gradients = tuple([self._empty(operands[i]) for i in which])
         if gradients:
@@ -340,9 +340,10 @@ class Backwards:
             except RuntimeError as error:
                 forget_refused(error, self._backward, grad.device)
                 return pipeline.backward(call, operands, grad_outputs, statistics, wanted)
-            described = launch.described(len(operands)) if handle is not None and hasattr(launch, "described") else None
+            is_asked = handle is not None and handle[1] and hasattr(launch, "described")
+            described = launch.described(len(operands)) if is_asked else None
             if described is not None:
-                launcher.module.remember_backward(handle, which, *described)
+                launcher.module.remember_backward(handle, which, *described, (launch, described[1]))
         return dict(zip(which, gradients, strict=True))
 
     def _empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

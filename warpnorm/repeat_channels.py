@@ -136,7 +136,8 @@ class ChannelRepeat(repeat.Repeat):
         described = repeat.described(self.launch, input, (like,), self.saved, False, self.averaged)
         if described is not None:
             mask = sum(1 << i for i in self.saved if self.is_differentiable(i))
-            module.remember(key, *described, self.averaged, self.saved, mask, True, self, self.launch, True)
+            owners = self.launch, described[-2]
+            module.remember(key, *described, self.averaged, self.saved, mask, True, self, owners, True)
 
     def is_differentiable(self, number: int) -> bool:
         """Not of running statistics that are only read."""

@@ -51,8 +51,8 @@ def offer(
     is_plain = found is not None and found.kept is None and len(outputs) == 1
     number = () if running is None else running.momentum
     module.remember(
-        (kind, None, number, *tensors, *averaged), *how, tuple(numbers), saved, mask, call.norm.is_by_channel, found, launch,
-        is_plain,
+        (kind, None, number, *tensors, *averaged), *how, tuple(numbers), saved, mask, call.norm.is_by_channel, found,
+        (launch, how[-2]), is_plain,
     )  # fmt: skip
 
 

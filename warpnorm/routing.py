@@ -8,6 +8,7 @@ from functools import cache
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -16,7 +17,7 @@ from torch.autograd import forward_ad
 
 from warpnorm import settings, version
 from warpnorm.errors import UnavailableError
-from warpnorm.norms import BATCH_NORM, GROUP_NORM, Norm
+from warpnorm.norms import BATCH_NORM, GROUP_NORM, LAYER_NORM, Norm
 
 # Elements of a row, of a sample, and of a batch that is one row, up to which PyTorch's own operators are quicker on a CPU
 # than a call of ours. Not of all rows: a row's bits do not depend on its neighbours. rms_norm of 1 x 64 takes 13 us,
@@ -81,6 +82,32 @@ def is_large_input(norm: Norm, input: torch.Tensor, cols: int = 0) -> bool:
         is_quicker = input.dtype.itemsize > 2 or (input.dtype == torch.bfloat16 and not input.is_contiguous())
         return input.ndim > 2 and is_quicker and is_large(norm, input.shape, cols)
     return norm == GROUP_NORM and input.is_contiguous() and input.numel() > LONE_SAMPLE * input.shape[0]
+
+
+def is_short(shape: Any) -> bool:
+    """Whether rows of so many columns are PyTorch's operator's on a CPU. Asked before anything else, which would take half
+    as long as that."""
+    is_one = type(shape) in (tuple, torch.Size, list) and len(shape) == 1 and type(shape[0]) is int
+    return is_one and shape[0] <= SMALL_LONE_ROW and settings.current().route == "auto"
+
+
+def takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: Norm = LAYER_NORM) -> bool:
+    """Whether a call without extras may go to PyTorch's operator unchecked: it is quicker than to check, and what the
+    operator refuses is checked after all."""
+    if torch.compiler.is_compiling() or not isinstance(input, torch.Tensor):
+        return False  # a compiler would not see the refusal
+    if not is_strided(input):  # nobody else can read it
+        return True
+    if not input.is_cpu:
+        return False
+    route = settings.current().route
+    if route != "auto":
+        return route == "reference"
+    try:
+        cols = normalized_shape if isinstance(normalized_shape, int) else prod(normalized_shape or ())
+        return not (is_large_input(norm, input, cols) and has_compiler())
+    except (TypeError, ValueError, IndexError):
+        return False
 
 
 def smallest_row(norm: Norm) -> int:

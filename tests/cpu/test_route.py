@@ -3,11 +3,13 @@ call. No GPU is needed to ask."""
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 import warpnorm
 from warpnorm import routing, settings
@@ -100,3 +102,20 @@ def test_tensors_without_memory_are_not_asked_for_it() -> None:
             x, w = torch.empty(4, 64, device="cuda"), torch.empty(64, device="cuda")
             for output in (warpnorm.layer_norm(x, (64,), w), warpnorm.rms_norm(x, (64,), w)):
                 assert (output.shape, output.device.type) == ((4, 64), "cuda")
+
+
+def test_a_function_mode_sees_short_rows_too() -> None:
+    """Which PyTorch's operator has, on a CPU: it is still our function that is called."""
+    seen = []
+
+    class Sees(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.randn(2, 64)
+    with Sees():
+        warpnorm.layer_norm(x, (64,))
+    assert seen[0] is warpnorm.layer_norm

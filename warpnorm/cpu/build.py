@@ -92,17 +92,20 @@ def load(source: str) -> ctypes.CDLL:
 
 
 class Address(int):
-    """Of a function, whose library stays as long as this does."""
+    """Of a function, whose library stays as long as this does, or of numbers."""
 
-    function: Any
+    owner: Any
 
     @staticmethod
     def of(source: str, name: str) -> "Address":
-        function = getattr(load(source), name)
-        value = ctypes.cast(function, ctypes.c_void_p).value
+        return Address.to(getattr(load(source), name))
+
+    @staticmethod
+    def to(owner: Any) -> "Address":
+        value = ctypes.cast(owner, ctypes.c_void_p).value
         assert value is not None
         address = Address(value)
-        address.function = function
+        address.owner = owner
         return address
 
 

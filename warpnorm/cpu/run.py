@@ -11,7 +11,7 @@ import torch
 
 from warpnorm.codegen import along
 from warpnorm.cpu import across, build, memory, source
-from warpnorm.cpu.settle import KINDS, Sum
+from warpnorm.cpu.settle import KINDS, SETTLED, Sum
 from warpnorm.cpu.writer import is_across
 from warpnorm.locks import is_child
 from warpnorm.problem import GROUP, NUMBER, BackwardProblem, ForwardProblem, Running
@@ -159,7 +159,7 @@ class NativeForward(_Launch):
             return None
         first = len(operands) + len(running)
         results = range(first, first + outputs + len(self.problem.norm.statistics))
-        addresses = (ctypes.cast(of, ctypes.c_void_p).value for of in (_pool(), self.in_memory, self.reals))
+        addresses = map(build.Address.to, (_pool(), self.in_memory, self.reals))
         size = numel // self.units
         ratio = size / (size - 1) if running else 0.0
         slots = tuple((i, 0) for i in (*operands, *results, *running))
@@ -210,9 +210,11 @@ class NativeBackward(_Launch):
 
     def described(self, operands: int) -> tuple[Any, ...] | None:
         """This call as `NativeForward.described` has it, and the sizes of its partial sums: where it has few parts, and
-        its sums are those of columns."""
+        its sums are those of columns, and few."""
         problem, of_sums = self.problem, self.sums
-        if problem.norm.is_by_channel or self.takes_numbers or len(problem.given) != 1 or self.most_parts > FEW_PARTS:
+        if problem.norm.is_by_channel or self.takes_numbers or len(problem.given) != 1:
+            return None
+        if self.most_parts > FEW_PARTS or self.most_parts * sum(of.width for of in of_sums) > SETTLED:
             return None
         if any(of.shape[0] or not of.width or problem.gradients[of.which].dtype not in KINDS for of in of_sums):
             return None
@@ -227,19 +229,14 @@ class NativeBackward(_Launch):
         launches = [self._described(self.function, self.in_memory, self.most_parts, slots)]
         if of_sums:
             pairs = [slot for k, of in enumerate(of_sums) for slot in (partials[k], gradients[of.which])]
-            clear, settle = (
-                ctypes.cast(task, ctypes.c_void_p).value for task in (build.pool().clear, build.pool().settle)
-            )
-            before, after = (
-                self._described(clear, self.of_sums, 1, partials),
-                self._described(settle, self.of_sums, 1, pairs),
-            )
+            before = self._described(build.Address.to(build.pool().clear), self.of_sums, 1, partials)
+            after = self._described(build.Address.to(build.pool().settle), self.of_sums, 1, pairs)
             launches = [before, *launches, after]
         numbers = torch.float64.itemsize // problem.compute.itemsize
         return tuple(self.most_parts * of.width * numbers for of in of_sums), tuple(launches), ((), 4, 0)
 
-    def _described(self, function: int | None, numbers: Any, parts: int, slots: Sequence[int]) -> tuple[Any, ...]:
-        addresses = (ctypes.cast(of, ctypes.c_void_p).value for of in (_pool(), numbers, self.reals))
+    def _described(self, function: int, numbers: Any, parts: int, slots: Sequence[int]) -> tuple[Any, ...]:
+        addresses = map(build.Address.to, (_pool(), numbers, self.reals))
         return (function, *addresses, parts, 0.0, tuple((slot, 0) for slot in slots))
 
     @cached_property

@@ -787,15 +787,15 @@ PyObject* remember(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-/* (handle, wanted, partials, launches, what these share): a backward of a call that is remembered; `handle` is what Python
-   was given. */
+/* (handle, wanted, partials, launches, what these share, who owns what the launches point to): a backward of a call that is
+   remembered; `handle` is what Python was given. */
 PyObject* remember_backward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   unsigned long long address;
   Py_buffer words;
-  PyObject *wanted, *partials, *launches, *shared;
-  if (!PyArg_ParseTuple(args, "(Ky*)O!O!O!O!", &address, &words, &PyTuple_Type, &wanted, &PyTuple_Type, &partials,
-                        &PyTuple_Type, &launches, &PyTuple_Type, &shared))
+  PyObject *wanted, *partials, *launches, *shared, *owner;
+  if (!PyArg_ParseTuple(args, "(Ky*)O!O!O!O!O", &address, &words, &PyTuple_Type, &wanted, &PyTuple_Type, &partials,
+                        &PyTuple_Type, &launches, &PyTuple_Type, &shared, &owner))
     return nullptr;
   auto& entry = *reinterpret_cast<Entry*>(address);
   Key key;
@@ -806,7 +806,7 @@ PyObject* remember_backward(PyObject*, PyObject* args) {
   Backward backward;
   if (!read_numbers(wanted, backward.wanted) || !read_numbers(partials, backward.partials)) return nullptr;
   if (!read_launches(launches, backward.launches) || !read_shared(shared, backward.shared)) return nullptr;
-  entry.backward.emplace(key, std::move(backward));
+  if (entry.backward.emplace(key, std::move(backward)).second) Py_INCREF(owner);  // entries stay for good
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS
 }

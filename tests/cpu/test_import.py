@@ -99,7 +99,7 @@ def test_import_touches_nothing(tmp_path: Path) -> None:
         forbidden = ("WARPNORM_", "TRITON_", "XDG_", "HOME", "CUDA_")
         assert not [name for name in asked if name.startswith(forbidden)], asked
         assert not {"triton", "torch.distributed.tensor"} & set(sys.modules)
-        assert warpnorm.functional.settings._current is None
+        assert warpnorm.settings._current is None
         assert not torch.cuda.is_initialized()
         assert os.environ.get("WARPNORM_ROUTE") is None and "WARPNORM_ROUTE" in asked  # the recorder records
         print("done")

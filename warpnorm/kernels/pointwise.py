@@ -63,33 +63,38 @@ def kept(x):
 
 
 @triton.jit
-def packed(x):
-    """Neighbours of two bytes each as one word: (rows, cols) -> (rows, cols // 2)."""
-    low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+def as_words(low, high):
     low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
     return (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) | low
 
 
 @triton.jit
+def as_halves(words, DTYPE: tl.constexpr):
+    return tl.join(words.to(tl.uint16).to(DTYPE, bitcast=True), (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True))
+
+
+@triton.jit
+def packed(x):
+    """Neighbours of two bytes each as one word: (rows, cols) -> (rows, cols // 2)."""
+    low, high = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
+    return as_words(low, high)
+
+
+@triton.jit
 def unpacked(words, DTYPE: tl.constexpr):
-    low = words.to(tl.uint16).to(DTYPE, bitcast=True)
-    high = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
-    return tl.reshape(tl.join(low, high), (words.shape[0], words.shape[1] * 2))
+    return tl.reshape(as_halves(words, DTYPE), (words.shape[0], words.shape[1] * 2))
 
 
 @triton.jit
 def packed_apart(x):
     """The same of those that lie half of all columns apart: where each is moved alone, they are one thread's."""
     low, high = tl.split(tl.permute(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), (0, 2, 1)))
-    low = low.to(tl.uint16, bitcast=True).to(tl.uint32)
-    return (high.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) | low
+    return as_words(low, high)
 
 
 @triton.jit
 def unpacked_apart(words, DTYPE: tl.constexpr):
-    low = words.to(tl.uint16).to(DTYPE, bitcast=True)
-    high = (words >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
-    return tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (words.shape[0], words.shape[1] * 2))
+    return tl.reshape(tl.permute(as_halves(words, DTYPE), (0, 2, 1)), (words.shape[0], words.shape[1] * 2))
 
 
 @triton.jit

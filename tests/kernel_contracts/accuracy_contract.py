@@ -27,7 +27,7 @@ VALUES = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
-@pytest.mark.parametrize("cols", [200, 8_201])  # one tile, and a walk
+@pytest.mark.parametrize("cols", [200, 2_048, 8_201])  # one tile, a wide one, and a team or a walk
 @pytest.mark.parametrize("values", VALUES)
 def test_values(values: str, cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
     def make(seed: int) -> torch.Tensor:

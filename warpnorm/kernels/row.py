@@ -49,13 +49,13 @@ def forward_tile(
         variance = mean_of(squares, cols, BLOCK_COLS * CHUNKS)
         statistics = (mean, reciprocal_sqrt(variance + eps), variance)
     elif IS_CENTERED:
-        mean = row_mean(row, places, cols, True, CHUNKS, IS_EXACT)
+        mean = row_mean(row, places, cols, True, CHUNKS, IS_EXACT, IS_CORRECTED)
         if RECOMPUTES:
             values = hold_row(values, HOLD, CHUNKS)
             row = compute_row(values, columns, places, PROLOGUE, CHUNKS)
         statistics = centered_statistics(row, mean, places, cols, eps, IS_CORRECTED, CHUNKS, IS_EXACT, KEEPS_VARIANCE)
     else:
-        statistics = (reciprocal_sqrt(row_mean(row, places, cols, False, CHUNKS, IS_EXACT) + eps),)
+        statistics = (reciprocal_sqrt(row_mean(row, places, cols, False, CHUNKS, IS_EXACT, IS_CORRECTED) + eps),)
     store_statistics(statistic_ptrs, statistics, row_offsets, row_mask, IS_CENTERED, KEEPS_VARIANCE)
     if HAS_RUNNING:
         average_statistics(running_ptrs, statistics, row_offsets, row_mask, factors)

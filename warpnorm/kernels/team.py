@@ -27,6 +27,7 @@ from warpnorm.kernels.statistics import (
     add_terms,
     corrected,
     gradient,
+    in_halves,
     load_statistics,
     mean_and_squares,
     mean_of,
@@ -165,18 +166,18 @@ def begin_forward(
             sums = mean_and_squares(c, places, row_mask, CHUNKS, CHUNKS)
         else:
             count = tl.minimum(tl.maximum(cols - member() * PART, 1), PART)  # a part may be empty
-            mean = row_mean(c, places, count, True, CHUNKS, False)
+            mean = row_mean(c, places, count, True, CHUNKS, False, IS_CORRECTED)
             if RECOMPUTES:
                 c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
             off, squares = row_deviations(c, mean, places, CHUNKS)
             if IS_CORRECTED:
-                off, squares = sums_of((off, squares), 1, 2)
+                off, squares = sums_of((in_halves(off, CHUNKS, True), in_halves(squares, CHUNKS, True)), 1, 2)
                 sums = corrected(mean, squares, off, count)
             else:
                 sums = (mean, tl.sum(squares, 1))
         send(sums, mailbox, number, SPLITS, True, IS_POSITIVE=True)
     else:
-        send((row_total(c, places, False, CHUNKS),), mailbox, number, SPLITS, False)
+        send((row_total(c, places, False, CHUNKS, IS_CORRECTED),), mailbox, number, SPLITS, False)
     return keep_row(values, PACK_ROW, KEEPS, CHUNKS)
 
 

@@ -18,8 +18,8 @@ from warpnorm.library import is_sharded
 from warpnorm.norms import GROUP_NORM, TRACKED_NORM
 from warpnorm.parallel import functional as parallel
 from warpnorm.parallel.opened import stand_ins
-from warpnorm.plan import choose, grid, totals
 from warpnorm.plan import device as devices
+from warpnorm.plan import grid, totals
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN, HELD, LONG_ROW, ROW, Plan
 from warpnorm.plan.tiles import last_tasks
@@ -186,7 +186,7 @@ def _explanation(
     described_views, is_empty = views, 0 in shape
     if is_empty:  # there is no plan for it: that of a small one is shown, without launches
         views, outputs = ([_not_empty(view, call) for view in some] for some in (views, outputs))
-    problem, space = pipeline.forward_problem(call, (*views, *outputs))
+    problem, space, plan = pipeline.plan_forward(call, (*views, *outputs), device)
     wanted = tuple(i for i, o in enumerate(operands) if isinstance(o, torch.Tensor) and o.requires_grad)
     backward = None
     if wanted:
@@ -198,9 +198,9 @@ def _explanation(
             kept, of_call = short.of(outputs, views), short.call
             wanted = tuple(k for k, which in enumerate(short.kept) if any(i in wanted for i in which))
         wanted, _ = pipeline.without_twins(of_call, (*kept, *grads), given, wanted)
-        problem_and_space = pipeline.backward_problem(of_call, (*kept, *grads), given, wanted)
-        backward = _backward(*problem_and_space, kept, grads, device, asm)
-    forward = _forward(problem, space, views, outputs, device, asm)
+        planned = pipeline.plan_backward(of_call, (*kept, *grads), given, wanted, device)
+        backward = _backward(*planned, kept, grads, device, asm)
+    forward = _forward(problem, space, plan, views, outputs, device, asm)
     if is_empty:
         forward = replace(forward, **NOTHING_RUNS)
         backward = replace(backward, **NOTHING_RUNS) if backward is not None else None
@@ -209,10 +209,10 @@ def _explanation(
         why = pipeline.refusal(call, (*views, *outputs))
         route = f"as plain PyTorch, because native code does not do it: {why}" if why else route
     if route == NATIVE and is_here:  # not where a GPU was asked for
-        problem, _ = pipeline.forward_problem(call, (*views, *outputs), is_native=True)
+        problem, _ = pipeline.forward_problem(call, (*views, *outputs), is_along=True)
         forward = replace(forward, native=pipeline.native_text(problem))
         if backward is not None:
-            problem_of, _ = pipeline.backward_problem(of_call, (*kept, *grads), given, wanted, is_native=True)
+            problem_of, _ = pipeline.backward_problem(of_call, (*kept, *grads), given, wanted, is_along=True)
             backward = replace(backward, native=pipeline.native_text(problem_of))
         if not call.norm.is_by_channel and space.cols <= routing.SMALL_COMPILED_ROW:
             route += f"; under torch.compile, up to {routing.SMALL_COMPILED_ROW} columns, as plain PyTorch"
@@ -281,9 +281,9 @@ def _route(
 
 
 def _forward(
-    problem: ForwardProblem, space: Space, views: Sequence[View], outputs: Sequence[View], device: Device, asm: bool
-) -> Direction:
-    plan = choose.forward(problem, device, space)
+    problem: ForwardProblem, space: Space, plan: Plan, views: Sequence[View], outputs: Sequence[View], device: Device,
+    asm: bool,
+) -> Direction:  # fmt: skip
     least = _bytes(views, problem.operands) + _bytes(outputs, problem.outputs)
     statistics = len(problem.norm.statistics) * space.statistics * problem.compute.itemsize
     is_read_twice = plan.pattern == LONG_ROW or (plan.pattern == COLUMN and problem.norm.is_computed)
@@ -306,9 +306,9 @@ def _forward(
 
 
 def _backward(
-    problem: BackwardProblem, space: Space, views: Sequence[View], grads: Sequence[View], device: Device, asm: bool
-) -> Direction:
-    plan = choose.backward(problem, device, space)
+    problem: BackwardProblem, space: Space, plan: Plan, views: Sequence[View], grads: Sequence[View], device: Device,
+    asm: bool,
+) -> Direction:  # fmt: skip
     graphs = (problem.prologue, problem.epilogue_vjp, problem.prologue_vjp)
     used = {name for graph in graphs for name in graph.used_inputs}
     loaded = [i for i in range(len(views)) if operand_name(i) in used]

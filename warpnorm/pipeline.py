@@ -17,8 +17,9 @@ import torch
 from warpnorm import routing, version
 from warpnorm.errors import UnavailableError
 from warpnorm.launch.autograd import Normalization
-from warpnorm.plan import choose, grid, tiles, totals
+from warpnorm.plan import choose, grid, pieces, tiles, totals
 from warpnorm.plan import device as devices
+from warpnorm.plan.device import Device
 from warpnorm.plan.plan import COLUMN, HELD, Plan
 from warpnorm.problem import BackwardProblem, Call, ForwardProblem, Running, View, compute_dtype
 from warpnorm.space import Space, describe_backward, describe_forward, fresh, shape_of
@@ -127,20 +128,20 @@ def prepare_forward(
     plan: Plan | None,
     running: tuple[torch.dtype, ...] = (),
 ) -> "ForwardLaunch | ColumnForwardLaunch | HeldForwardLaunch | NativeForward | AcrossForward | FallbackForward":
-    problem, space = forward_problem(call, views, routing.is_native(device))
-    problem = replace(problem, running=running)
     if routing.is_native(device):
         from warpnorm.cpu import build, fallback, run
 
+        problem, space = forward_problem(call, views, is_along=True)
         try:
-            return run.prepare_forward(problem, space, call.eps)
+            return run.prepare_forward(replace(problem, running=running), space, call.eps)
         except (build.CompilerError, OSError) as error:
             return fallback.FallbackForward(call, str(error))
     bind = binder()
     from warpnorm.launch.forward import ForwardLaunch
 
     target = devices.of(device)
-    plan = plan or choose.forward(problem, target, space)
+    problem, space, plan = plan_forward(call, views, target, plan)
+    problem = replace(problem, running=running)
     kernel = bind.forward(problem, plan, target, device.index)
     if plan.pattern == HELD:
         from warpnorm.launch.held import HeldForwardLaunch
@@ -165,10 +166,10 @@ def prepare_backward(
     plan: Plan | None,
     into: tuple[tuple[int, View], ...] = (),
 ) -> "BackwardLaunch | ColumnBackwardLaunch | HeldBackwardLaunch | NativeBackward | AcrossBackward | FallbackBackward":
-    problem, space = backward_problem(call, views, given, wanted, routing.is_native(device), into)
     if routing.is_native(device):
         from warpnorm.cpu import build, fallback, run
 
+        problem, space = backward_problem(call, views, given, wanted, True, into)
         try:
             return run.prepare_backward(problem, space)
         except (build.CompilerError, OSError) as error:
@@ -177,7 +178,7 @@ def prepare_backward(
     from warpnorm.launch.backward import BackwardLaunch
 
     target = devices.of(device)
-    plan = plan or choose.backward(problem, target, space)
+    problem, space, plan = plan_backward(call, views, given, wanted, target, plan, into)
     kernel = bind.backward(problem, plan, target, device.index)
     if plan.pattern in (COLUMN, HELD):
         from warpnorm.launch.column import ColumnBackwardLaunch
@@ -201,15 +202,42 @@ def prepare_backward(
     return BackwardLaunch(problem, plan, space, kernel, sums, column_sum, sum_plan)
 
 
-def forward_problem(call: Call, views: Sequence[View], is_native: bool = False) -> tuple[ForwardProblem, Space]:
-    """`views` are those of the operands, then of the outputs."""
+def plan_forward(
+    call: Call, views: Sequence[View], target: Device, plan: Plan | None = None
+) -> tuple[ForwardProblem, Space, Plan]:
+    """What the kernels run, by this plan or one that is chosen. Images of an odd size are read along their lines where these
+    stay in registers, and otherwise across them."""
+    problem, space = forward_problem(call, views)
+    if space.is_odd and (plan is None or plan.pattern == HELD):
+        along, lines = forward_problem(call, views, is_along=True)
+        if stays := plan or pieces.held(along, lines, target):
+            return along, lines, stays
+    return problem, space, plan or choose.forward(problem, target, space)
+
+
+def plan_backward(
+    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...], target: Device,
+    plan: Plan | None = None, into: Sequence[tuple[int, View]] = (),
+) -> tuple[BackwardProblem, Space, Plan]:  # fmt: skip
+    """The same of the gradients."""
+    problem, space = backward_problem(call, views, given, wanted, False, into)
+    if space.is_odd and (plan is None or plan.pattern == HELD):
+        along, lines = backward_problem(call, views, given, wanted, True, into)
+        if stays := plan or pieces.held(along, lines, target):
+            return along, lines, stays
+    return problem, space, plan or choose.backward(problem, target, space)
+
+
+def forward_problem(call: Call, views: Sequence[View], is_along: bool = False) -> tuple[ForwardProblem, Space]:
+    """`views` are those of the operands, then of the outputs. `is_along`: images of an odd size too are read along their
+    lines, as native code does."""
     dtypes, compute = inside(call, views)
     prologue, epilogue = capture.forward_graphs(call.prologue, call.epilogue, dtypes, compute)
-    return describe_forward(call, views, (prologue, rounded_once(epilogue, call.outputs, compute)), is_native)
+    return describe_forward(call, views, (prologue, rounded_once(epilogue, call.outputs, compute)), is_along)
 
 
 def backward_problem(
-    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...], is_native: bool = False,
+    call: Call, views: Sequence[View], given: tuple[int, ...], wanted: tuple[int, ...], is_along: bool = False,
     into: Sequence[tuple[int, View]] = (),
 ) -> tuple[BackwardProblem, Space]:  # fmt: skip
     """`views` are those of the operands, then of the outputs' gradients in `given`; `into` those of some operands'."""
@@ -217,7 +245,7 @@ def backward_problem(
     gradients = at_hand.gradients(call, *dtypes, given, wanted)
     graphs = differentiate.backward_graphs(call.prologue, call.epilogue, *dtypes, gradients)
     written = (dict(into).get(i) or fresh(operands[i], call.norm) for i in gradients.wanted)
-    return describe_backward(call, (*views, *written), gradients, graphs, is_native)
+    return describe_backward(call, (*views, *written), gradients, graphs, is_along)
 
 
 def inside(call: Call, views: Sequence[View]) -> tuple[tuple[torch.dtype, ...], torch.dtype]:
@@ -336,7 +364,7 @@ def takes_views(call: Call, views: tuple[View, ...], operands: Tensors) -> bool:
 def _takes(call: Call, views: tuple[View, ...]) -> bool:
     from warpnorm.cpu.writer import can_write
 
-    return can_write(forward_problem(call, views, is_native=True)[0])
+    return can_write(forward_problem(call, views, is_along=True)[0])
 
 
 def refusal(call: Call, views: tuple[View, ...]) -> str:

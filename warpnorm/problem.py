@@ -219,15 +219,19 @@ class Operand:
     @property
     def has_vectors(self) -> bool:
         """Whether a thread may read 16 bytes at once wherever a row begins."""
-        return self._has_vectors(self.col_strides[-1], (*self.row_strides, *self.col_strides[:-1]))
+        return self.has_vectors_of(VECTOR_BYTES)
+
+    def has_vectors_of(self, size: int) -> bool:
+        """The same of another number of bytes."""
+        return self._has_vectors(self.col_strides[-1], (*self.row_strides, *self.col_strides[:-1]), size)
 
     @property
     def has_vectors_across(self) -> bool:
         """The same where rows lie side by side, of those at the same column."""
-        return self._has_vectors(self.row_strides[-1], (*self.row_strides[:-1], *self.col_strides))
+        return self._has_vectors(self.row_strides[-1], (*self.row_strides[:-1], *self.col_strides), VECTOR_BYTES)
 
-    def _has_vectors(self, along: Stride, others: tuple[Stride, ...]) -> bool:
-        are_whole = all(s.literal == 0 or s.divisor * self.dtype.itemsize >= VECTOR_BYTES for s in others)
+    def _has_vectors(self, along: Stride, others: tuple[Stride, ...], size: int) -> bool:
+        are_whole = all(s.literal == 0 or s.divisor * self.dtype.itemsize >= size for s in others)
         return self.is_aligned and along.literal == 1 and are_whole
 
 
@@ -313,7 +317,10 @@ class Problem:
 
     @property
     def has_vectors(self) -> bool:
-        return all(o.has_vectors and self.cols_divisor * o.dtype.itemsize >= VECTOR_BYTES for o in self.varying)
+        return self.has_vectors_of(VECTOR_BYTES)
+
+    def has_vectors_of(self, size: int) -> bool:
+        return all(o.has_vectors_of(size) and self.cols_divisor * o.dtype.itemsize >= size for o in self.varying)
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ FULL_BLOCK = 32  # columns of a block where memory runs across lines
 class Space(NamedTuple):
     """Rows x cols, and what the kernel is told at run time. Rows come in `groups` of equal size: those that share the
     values of an operand whose gradient is wanted for each group. Of a norm by channel the rows here are lines: `pieces` of
-    them share a statistic, every `inner_rows` lines one."""
+    them share a statistic, every `inner_rows` lines one; `is_odd`: they are positions of images, which could be lines."""
 
     rows: int
     cols: int
@@ -62,6 +62,7 @@ class Space(NamedTuple):
     inner_rows: int = 1
     rows_divisor: int = 1
     size_divisors: tuple[int, ...] = ()
+    is_odd: bool = False
 
     @property
     def statistics(self) -> int:
@@ -92,11 +93,11 @@ def broadcast_shapes(shapes: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
 
 
 def describe_forward(
-    call: Call, views: Sequence[View], graphs: tuple[Graph, Graph], is_native: bool = False
+    call: Call, views: Sequence[View], graphs: tuple[Graph, Graph], is_along: bool = False
 ) -> tuple[ForwardProblem, Space]:
     """`views` are those of the operands, then of the outputs."""
     count = len(call.axes)
-    space = _describe(call, views, (*call.axes, *[FULL] * len(call.outputs)), is_native)
+    space = _describe(call, views, (*call.axes, *[FULL] * len(call.outputs)), is_along)
     prologue, epilogue = graphs
     problem = ForwardProblem(
         *_head(call, views, space, prologue),
@@ -152,12 +153,12 @@ class Gradients(NamedTuple):
 
 
 def describe_backward(
-    call: Call, views: Sequence[View], gradients: Gradients, graphs: tuple[Graph, Graph, Graph], is_native: bool = False
+    call: Call, views: Sequence[View], gradients: Gradients, graphs: tuple[Graph, Graph, Graph], is_along: bool = False
 ) -> tuple[BackwardProblem, Space]:
     """`views` are those of the operands, then of the given outputs' gradients, then of the wanted operands'."""
     count, given = len(call.axes), len(gradients.given)
     axes = (*call.axes, *[FULL] * given, *(call.axes[i] for i in gradients.wanted))
-    space = _describe(call, views, axes, is_native, grouped_from=count + given)
+    space = _describe(call, views, axes, is_along, grouped_from=count + given)
     prologue, epilogue_vjp, prologue_vjp = graphs
     channel = tuple(dim == 1 for dim in range(len(shape_of(views[:count]))))
     is_by_row = [call.norm.rows == CHANNEL and call.axes[i] == channel for i in gradients.wanted]
@@ -182,22 +183,22 @@ def describe_backward(
 
 
 def _describe(
-    call: Call, views: Sequence[View], axes: Sequence[Axes], is_native: bool, grouped_from: int | None = None
+    call: Call, views: Sequence[View], axes: Sequence[Axes], is_along: bool, grouped_from: int | None = None
 ) -> Space:
     shape = shape_of(views[: len(call.axes)])
     if not call.norm.is_by_channel:
         return describe(views, axes, shape, call.col_dims, grouped_from)
-    return describe_lines(call, views, axes, shape, is_native)
+    return describe_lines(call, views, axes, shape, is_along)
 
 
 def describe_lines(
-    call: Call, views: Sequence[View], axes: Sequence[Axes], shape: Sequence[int], is_native: bool = False
+    call: Call, views: Sequence[View], axes: Sequence[Axes], shape: Sequence[int], is_along: bool = False
 ) -> Space:
     """A norm by channel. What the rows lie in is a dimension: the samples of a channel, or the channels of a group. Where it
     and the dimensions after the channel are walked as one, rows are lines. Otherwise every row lies in pieces, a line each:
-    the channels of a group in their order, samples where they are further apart in memory before the channels. In kernels,
-    images of an odd size are not read along these, which do not begin at whole vectors: every position is a piece, whose
-    columns are the samples, and memory runs across all of them."""
+    the channels of a group in their order, samples where they are further apart in memory before the channels. Images of an
+    odd size are not read along these, which do not begin at whole vectors, but if `is_along`: every position is a piece,
+    whose columns are the samples, and memory runs across all of them."""
     sizes: tuple[int, ...] = tuple(shape)
     masks = [(a == FULL,) * len(shape) if isinstance(a, str) else a for a in axes]
     strides = [_strides(view, mask) for view, mask in zip(views, masks, strict=True)]
@@ -225,7 +226,7 @@ def describe_lines(
         lines = [pieces, *rows] if is_first else [*rows, pieces]
         are_columns = all(all(m) or not m[pieces] for m in masks)  # nobody has values by sample alone, to be summed
         itemsize = max(v.dtype.itemsize for v, m in zip(views, masks, strict=True) if all(m))
-        is_odd = is_first and not is_native and are_columns and _is_odd(sizes, whole, itemsize)
+        is_odd = is_first and not is_along and are_columns and _is_odd(sizes, whole, itemsize)
         if is_odd:
             lines, inner = [*rows, *inner], [pieces]
         if not inner:  # a column of its own for every element
@@ -249,7 +250,7 @@ def describe_lines(
     if is_whole or sizes[pieces] == 1:
         return space._replace(inner_rows=space.rows)
     if is_odd:
-        return space._replace(pieces=prod(sizes[d] for d in lines[1:]), inner_rows=1)
+        return space._replace(pieces=prod(sizes[d] for d in lines[1:]), inner_rows=1, is_odd=True)
     after = lines[lines.index(pieces) + 1 :]
     return space._replace(pieces=sizes[pieces], inner_rows=prod(sizes[d] for d in after))
 

@@ -248,6 +248,22 @@ def test_odd_images_are_read_by_whole_vectors(target: str, monkeypatch: pytest.M
         assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} {name}"
 
 
+@pytest.mark.parametrize(
+    "shape", [(256, 1024, 14, 14), (32, 1024, 14, 14), (64, 512, 22, 22), (32, 2048, 7, 7)], ids=str
+)
+@pytest.mark.parametrize("target", NVIDIA)
+def test_odd_images_stay_in_registers(target: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of 14 x 14 are moved by half vectors, those of 7 x 7, in few images, alone."""
+    case = Case("batch_odd", BATCH_NORM, shape, False, is_held=True)
+    for direction, name, kernel in compile_all(case, torch.float16, target, monkeypatch):
+        if name == "kernel":
+            code = kernel.asm["ptx"]
+            size = r"\.b16" if shape[-1] == 7 else r"\.v2\.b32"
+            assert re.search(rf"ld\.global\S*{size}", code), direction
+            assert re.search(rf"st\.global\S*{size}", code), direction
+        assert local_memory(kernel.asm["cubin"]) == 0, f"{direction} {name}"
+
+
 @pytest.mark.parametrize("is_last", [False, True], ids=["nchw", "channels_last"])
 def test_plans_do_not_depend_on_the_samples(is_last: bool) -> None:
     """A sample's groups have the same bits in every batch: so they have the same parts, in whose order sums are made."""

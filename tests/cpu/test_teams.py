@@ -13,11 +13,12 @@ from warpnorm import pipeline
 from warpnorm.norms import BATCH_NORM, GROUP_NORM, LAYER_NORM, Norm
 from warpnorm.plan import choose, search
 from warpnorm.plan import device as devices
-from warpnorm.plan.device import KNOWN
+from warpnorm.plan.device import KNOWN, Device
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
 from warpnorm.plan.plan import HELD, TEAM, Plan
 from warpnorm.problem import FULL, Axes, BackwardProblem, Call, ForwardProblem, View
 from warpnorm.reference import Affine, Itself
+from warpnorm.space import Space
 
 LONG_ROW = Call(
     LAYER_NORM, 1, 1e-5, Itself(), Affine(True, True), (FULL, (False, True), (False, True)), (torch.bfloat16,)
@@ -101,6 +102,40 @@ def test_there_are_others_to_try(shape: tuple[int, ...], dtype: torch.dtype, is_
     assert {other.ahead for other in others} == {plan.ahead, 0}
     assert len({other.per_unit for other in others}) > 2
     assert all(0 < other.programs == other.per_unit * device.units for other in others)
+
+
+def odd_plans(shape: tuple[int, ...], device: Device, dtype: torch.dtype = torch.float16) -> list[tuple[Plan, Space]]:
+    """Forward and backward."""
+    strides = (prod(shape[1:]), prod(shape[2:]), shape[3], 1)
+    image, parameter = View(shape, strides, dtype, True), View((shape[1], 1, 1), (1, 1, 1), torch.float32, True)
+    views = (image, parameter, parameter, image)
+    call = replace(IMAGES, outputs=(dtype,))
+    _, space, plan = pipeline.plan_forward(call, views, device)
+    _, lines, of_backward = pipeline.plan_backward(call, views, (0,), (0, 1, 2), device)
+    return [(plan, space), (of_backward, lines)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "members"),
+    [((256, 1024, 14, 14), 0), ((32, 1024, 14, 14), 1), ((64, 512, 10, 10), 1), ((8, 64, 7, 7), 1)],
+)
+def test_odd_images_are_held_along_their_lines(shape: tuple[int, ...], members: int) -> None:
+    """Where a device has teams; otherwise they are read across positions."""
+    for plan, space in odd_plans(shape, KNOWN["sm_90"]):
+        assert (plan.pattern, space.cols, space.pieces) == (HELD, shape[2] * shape[3], shape[0])
+        assert not space.is_odd
+        assert (-(-shape[0] // plan.block_rows) == 1) == (members == 1)
+    for plan, space in odd_plans(shape, replace(KNOWN["sm_90"], has_teams=False)):
+        assert (plan.pattern, space.cols, space.pieces) == (COLUMN_PATTERN, shape[0], shape[2] * shape[3])
+        assert space.is_odd
+
+
+def test_many_odd_images_are_read_across_positions() -> None:
+    """A sum of elements moved alone takes longer than two visits; of float64 messages would have two words."""
+    for shape, dtype in (((256, 2048, 7, 7), torch.float16), ((8, 64, 7, 7), torch.float64)):
+        for plan, space in odd_plans(shape, KNOWN["sm_90"], dtype):
+            assert plan.pattern == COLUMN_PATTERN
+            assert space.is_odd == (dtype != torch.float64)
 
 
 def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

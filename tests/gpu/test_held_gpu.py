@@ -20,6 +20,8 @@ LAYOUTS = (
     Layout("tails", (13, 6, 5, 8), why="neither lines nor columns fill their blocks"),
     Layout("full", (16, 8, 8, 8), why="all do"),
     Layout("many", (200, 3, 4, 8), why="more programs than a warp has lanes"),
+    Layout("half_vectors", (26, 6, 6, 10), why="lines of halves that begin at 8 bytes, not at 16"),
+    Layout("elements", (24, 6, 7, 7), why="and at any"),
 )
 PLANS = (
     Plan(HELD, 1, 16, 1, programs=200, splits=256, recomputes=True),
@@ -76,6 +78,17 @@ def test_it_is_chosen() -> None:
     x, w, b = (t.to("meta").requires_grad_() for t in prepared(32, "cpu"))
     found = warpnorm.explain(norm, x, w, b, target="sm_90")
     assert (found.forward.plan.pattern, found.backward.plan.pattern) == (HELD, HELD)
+
+
+@pytest.mark.parametrize("size", [7, 14])
+def test_odd_images_of_different_batches(size: int, device: str) -> None:
+    """By a program each, by teams, and of 7 x 7, where there are many, across positions."""
+    for samples in (4, 31, 32, 33, 64, 200, 8):
+        x = torch.randn(samples, 96, size, size, device=device).half()
+        tensors = [t.requires_grad_() for t in (x, *torch.randn(2, 96, device=device))]
+        found = both(tensors)
+        assert_close(found, expected(tensors))
+        assert all(a.equal(b) for a, b in zip(found, both(tensors), strict=True))
 
 
 def test_many_launches_of_different_batches(device: str) -> None:

@@ -50,6 +50,8 @@ HOLDERS = (
 )
 TAILS = Layout("tails", (13, 6, 5, 8), why="neither lines nor columns fill their blocks")
 FULL = Layout("full", (16, 4, 4, 8), why="all do")
+HALF = Layout("half_vectors", (13, 6, 6, 6), why="lines of halves begin at 8 bytes, not at 16")
+ODD = Layout("elements", (11, 6, 5, 7), why="and here at any")
 
 
 @pytest.fixture(autouse=True)
@@ -109,8 +111,15 @@ def test_rows_moved_alone() -> None:
 @pytest.mark.parametrize("mode", [BATCH, GROUPS, ONE_GROUP], ids=str)
 @pytest.mark.parametrize(
     ("plan", "layout"),
-    [(HOLDERS[0], TAILS), (HOLDERS[1], FULL), (HOLDERS[2], TAILS), (HOLDERS[3], FULL)],
-    ids=["tails", "full", "tails ahead", "full ahead"],
+    [
+        (HOLDERS[0], TAILS),
+        (HOLDERS[1], FULL),
+        (HOLDERS[2], TAILS),
+        (HOLDERS[3], FULL),
+        (HOLDERS[2], HALF),
+        (HOLDERS[3], ODD),
+    ],
+    ids=["tails", "full", "tails ahead", "full ahead", "half vectors", "elements"],
 )
 def test_channels(plan: Plan, layout: Layout, mode: Mode, dtype: torch.dtype, device: str) -> None:
     plan = whole(plan, layout)

@@ -1,5 +1,8 @@
 """Contract: every valid plan of the norms by channel gives the right answer, not only the one that would be chosen."""
 
+from dataclasses import replace
+from math import prod
+
 import pytest
 import torch
 
@@ -86,6 +89,21 @@ LONE_PROGRAMS = (
 @pytest.mark.parametrize("plan", LONE_PROGRAMS, ids=["two", "three", "many"])
 def test_held_rows(plan: Plan, layout: Layout, mode: Mode, dtype: torch.dtype, device: str) -> None:
     check(layout, mode, dtype, device, plan, plan)
+
+
+# Images of an odd size, which those read along their lines
+ALONG = (
+    Layout("half_vectors", (3, 6, 4, 5), why="lines of halves begin at 8 bytes, not at 16"),
+    Layout("elements", (4, 6, 5, 5), why="and here at any"),
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", ALONG, ids=str)
+@pytest.mark.parametrize("plan", LONE_PROGRAMS, ids=["two", "three", "many"])
+def test_held_odd_images(plan: Plan, layout: Layout, dtype: torch.dtype, device: str) -> None:
+    plan = replace(plan, chunks=-(-prod(layout.shape[2:]) // plan.block_cols))
+    check(layout, BATCH, dtype, device, plan, plan)
 
 
 CROPPED = Layout("cropped", (3, 6, 6, 8), view=lambda t: t[:, :, ::2, 1:], why="two axes of columns in many parts")

@@ -309,6 +309,9 @@ IMAGES = (
 )
 MORE_IMAGES = (
     ((256, 2048, 7, 7), (NCHW,), "its last stage: many channels, small images"),
+    ((32, 2048, 7, 7), (NCHW,), "a small batch of it"),
+    ((256, 1024, 14, 14), (NCHW,), "the stage before: images that begin at half vectors"),
+    ((32, 1024, 14, 14), (NCHW,), "a small batch of it"),
     ((8, 256, 56, 56), (NCHW, NHWC), "a small batch of the first stage"),
     ((256, 256, 56, 56), (NCHW,), "a large one"),
     ((8, 64, 112, 112), (NCHW,), "a small batch of the stem"),

@@ -14,8 +14,8 @@ from warpnorm.bench.cases import BACKWARD, BenchCase
 from warpnorm.bench.check import Subject
 from warpnorm.bench.run import in_a_line
 from warpnorm.fuse import NOTHING, arrange, fuse
-from warpnorm.plan import choose, search
 from warpnorm.plan import device as devices
+from warpnorm.plan import search
 from warpnorm.plan.plan import Plan
 from warpnorm.problem import View
 
@@ -82,15 +82,15 @@ def _prepared(case: BenchCase, device: str) -> tuple[Callable[[Plan | None], Seq
     views = tuple(map(View.of, operands))
     if case.direction == BACKWARD:
         given = tuple(range(len(subject.grads)))
-        problem, space = pipeline.backward_problem(call, (*views, *map(View.of, subject.grads)), given, wanted)
-        plans = search.alternatives(problem, choose.backward(problem, target, space), target)
+        planned = pipeline.plan_backward(call, (*views, *map(View.of, subject.grads)), given, wanted, target)
+        plans = search.alternatives(planned[0], planned[2], target)
 
         def backward(plan: Plan | None) -> Sequence[torch.Tensor]:
             return list(pipeline.backward(call, operands, subject.grads, statistics, wanted, plan).values())
 
         return backward, plans
-    forward_problem, space = pipeline.forward_problem(call, (*views, *map(View.of, outputs)))
-    plans = search.alternatives(forward_problem, choose.forward(forward_problem, target, space), target)
+    problem, _, chosen = pipeline.plan_forward(call, (*views, *map(View.of, outputs)), target)
+    plans = search.alternatives(problem, chosen, target)
     return lambda plan: pipeline.forward(call, operands, plan=plan)[0], plans
 
 

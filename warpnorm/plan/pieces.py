@@ -113,7 +113,7 @@ def _shares_of_half_vectors(problem: ForwardProblem | BackwardProblem, tensors: 
         Share(1, 130, {130: 16}, 16, 1, ahead=110, members=32),
         Share(2, 130, {130: 8}, 8, 1, ahead=110, members=32),
         # Of more than 32, with as many programs, up to 32 bytes of a thread would spill
-        Share(2, 130, {130: 7}, 7, 1, ahead=110, members=64),
+        Share(2, 130, {130: 6}, 6, 1, ahead=110, members=64),
         Share(4, 130, {130: 3, 260: 3}, 3, 1, teams=3, ahead=110),
     )
 

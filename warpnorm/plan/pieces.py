@@ -14,6 +14,7 @@ from warpnorm.space import Space
 
 MOST_PROGRAMS = (1, 16, 32, 64, 256)  # of a team; each needs another kernel
 LARGEST_BLOCK = 1024
+FEW_ELEMENTS = 1 << 21  # moved alone
 ELEMENTS = 13  # that a thread has of some lines where it moves them alone, which blocks pad to 16
 # Rounds of teams that are so few that it pays to have more programs and no pipeline, if the last is nearly full
 FEW_ROUNDS, NEARLY = 2, 0.9
@@ -48,7 +49,7 @@ def held(problem: ForwardProblem | BackwardProblem, space: Space, device: Device
     if needs.itemsize(problem) == 1:
         return None  # the 200 values of a thread would take more registers than it has
     tensors = sum(map(is_varying, loads))
-    for access in (Access(VECTOR_BYTES, 64, 7, _shares),) if problem.has_vectors else _accesses(problem):
+    for access in (Access(VECTOR_BYTES, 64, 7, _shares),) if problem.has_vectors else _accesses(problem, space):
         for share in access.shares(problem, tensors):
             threads = share.warps * device.warp_size
             at_once = threads * access.bytes // needs.itemsize(problem)
@@ -76,13 +77,13 @@ class Access(NamedTuple):
     shares: Callable[[ForwardProblem | BackwardProblem, int], tuple[Share, ...]]
 
 
-def _accesses(problem: ForwardProblem | BackwardProblem) -> tuple[Access, ...]:
+def _accesses(problem: ForwardProblem | BackwardProblem, space: Space) -> tuple[Access, ...]:
     """Of lines that do not begin at whole vectors, but halves at half of one: 14 x 14 images. Of others, elements alone."""
     if problem.norm.rows != CHANNEL or not needs.is_quick(problem):
         return ()
     if needs.itemsize(problem) == 2 and problem.has_vectors_of(VECTOR_BYTES // 2):
         return tuple(Access(VECTOR_BYTES // 2, narrowest, 7, _shares_of_half_vectors) for narrowest in (32, 16))
-    if problem.has_vectors_of(needs.itemsize(problem)):
+    if problem.has_vectors_of(needs.itemsize(problem)) and space.rows * space.cols <= FEW_ELEMENTS:
         return (Access(needs.itemsize(problem), 64, 3, _shares_of_elements),)
     return ()
 
@@ -91,16 +92,17 @@ def _shares_of_half_vectors(problem: ForwardProblem | BackwardProblem, tensors: 
     """BatchNorm fp16, forward and backward, in microseconds, and what pattern `column` takes: 256 x 1024 x 14 x 14 72 [87]
     and 100 [135], 32 x 1024 x 14 x 14 9.5 [29] and 10.8 [34], by teams 10.9 and 12.7; 8 x 1024 x 14 x 14 3.8 [13] and 4.2
     [14]; 1024 x 512 x 14 x 14 154 [159] and 218 [247]; 64 x 512 x 22 x 22 21.8 [51], begun ahead 24.5, and 35 [65]; 128 x
-    256 x 18 x 18 13.7 [26], 15.6 if rows are not begun ahead, and 23.5 [34]; 32 x 256 x 38 x 38 16 [32] and 24 [43]; 64 x
-    512 x 10 x 10 7.9 [12.7] and 9.2 [14.1]. Residual + BatchNorm + ReLU, 256 x 1024 x 14 x 14: 100 [110]; backward was not
-    measured. In blocks of 16 columns 14 x 14 takes 75."""
+    256 x 18 x 18 13.7 [26], 15.6 if rows are not begun ahead, and 23.5 [34]; 32 x 256 x 38 x 38 16 [32] and 24 [43], of 256
+    images 149 [212] and 210 [280]; 64 x 512 x 10 x 10 7.9 [12.7] and 9.2 [14.1]; but by teams of 128 256 x 64 x 62 x 62 128
+    [91]. Residual + BatchNorm + ReLU, 256 x 1024 x 14 x 14: 97 [110], of 32 images 11.4 [31.6]; backward 207 [204]. In
+    blocks of 16 columns 14 x 14 takes 75."""
     if tensors > 2:
         return ()
     if isinstance(problem, BackwardProblem):
         return (
             *_lone(200, 1, 2, 4),
             Share(2, 200, {200: 8, 260: 6}, 8, 1, members=64),
-            Share(4, 200, {200: 4, 260: 3}, 4, 1, teams=3),
+            Share(4, 200, {200: 4, 260: 3}, 4, 1, teams=3, members=64),
         )
     if tensors == 2:
         return (
@@ -114,7 +116,7 @@ def _shares_of_half_vectors(problem: ForwardProblem | BackwardProblem, tensors: 
         Share(2, 130, {130: 8}, 8, 1, ahead=110, members=32),
         # Of more than 32, with as many programs, up to 32 bytes of a thread would spill
         Share(2, 130, {130: 6}, 6, 1, ahead=110, members=64),
-        Share(4, 130, {130: 3, 260: 3}, 3, 1, teams=3, ahead=110),
+        Share(4, 130, {130: 3, 260: 3}, 3, 1, teams=3, ahead=110, members=64),
     )
 
 
@@ -124,7 +126,10 @@ def _lone(held: int, *of_warps: int) -> tuple[Share, ...]:
 
 
 def _shares_of_elements(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Share, ...]:
-    """Every element has an address of its own, and a register, whatever its size."""
+    """Every element has an address of its own, and a register, whatever its size: for few of them. BatchNorm fp16, forward
+    and backward, in microseconds, in brackets pattern `column`: 8 x 2048 x 7 x 7 4.4 [12.5] and 5.8 [12.8], 16 x 2048 x 7 x
+    7 12.0 [18.2] and 13.4 [16.8], 16 x 256 x 13 x 13 4.1 [13.2] and 4.6 [13.4], but 32 x 2048 x 7 x 7 21 [19] and 25 [20],
+    and 64 x 2048 x 7 x 7 46 [16] and 59 [19]."""
     return _lone(ELEMENTS * needs.loaded_bytes(_loads(problem), 1), 1, 2, 4, 8) if tensors <= 2 else ()
 
 

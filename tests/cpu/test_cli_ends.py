@@ -62,6 +62,24 @@ def test_an_interrupt_before_the_first_call_ends_the_run_as_one() -> None:
     assert re.search(r"interrupted: \d+ cases .* 0 failures; seed 7", printed)
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="children are listed there")
+def test_an_interrupt_while_others_compile_ends_them() -> None:
+    """They died of it one by one, in their tracebacks, and who had started them waited for the rest."""
+    command = [sys.executable, "-m", "warpnorm", "bench", "--quick", "--only", "layer_norm", "--jobs", "2"]
+    started = subprocess.Popen(
+        [*command, "--rivals", "eager"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True, preexec_fn=hear_interrupts,
+    )  # fmt: skip
+    children, ends = Path(f"/proc/{started.pid}/task/{started.pid}/children"), time.monotonic() + 60
+    while started.poll() is None and time.monotonic() < ends and len(children.read_text().split()) < 3:
+        time.sleep(0.05)  # until there are two, and what counts their files
+    time.sleep(1)
+    os.killpg(started.pid, signal.SIGINT)
+    printed = started.communicate(timeout=30)[0]
+    assert started.returncode == 130, printed
+    assert "Traceback" not in printed
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_examples_of_bench_have_cases_anywhere(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     """One named a shape that only GPUs are measured at, and was refused elsewhere."""

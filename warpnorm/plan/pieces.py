@@ -15,6 +15,7 @@ from warpnorm.space import Space
 MOST_PROGRAMS = (1, 16, 32, 64, 256)  # of a team; each needs another kernel
 LARGEST_BLOCK = 1024
 FEW_ELEMENTS = 1 << 21  # moved alone
+MOST_IMAGES = 512  # whose lines begin at half vectors; in backward twice as many
 ELEMENTS = 13  # that a thread has of some lines where it moves them alone, which blocks pad to 16
 # Rounds of teams that are so few that it pays to have more programs and no pipeline, if the last is nearly full
 FEW_ROUNDS, NEARLY = 2, 0.9
@@ -82,42 +83,52 @@ def _accesses(problem: ForwardProblem | BackwardProblem, space: Space) -> tuple[
     if problem.norm.rows != CHANNEL or not needs.is_quick(problem):
         return ()
     if needs.itemsize(problem) == 2 and problem.has_vectors_of(VECTOR_BYTES // 2):
-        return tuple(Access(VECTOR_BYTES // 2, narrowest, 7, _shares_of_half_vectors) for narrowest in (32, 16))
+        if space.pieces > MOST_IMAGES * (2 if isinstance(problem, BackwardProblem) else 1):
+            return ()
+        half = VECTOR_BYTES // 2
+        return Access(half, 32, 7, _shares_of_half_vectors), Access(half, 16, 7, _lone_of_half_vectors)
     if problem.has_vectors_of(needs.itemsize(problem)) and space.rows * space.cols <= FEW_ELEMENTS:
         return (Access(needs.itemsize(problem), 64, 3, _shares_of_elements),)
     return ()
 
 
 def _shares_of_half_vectors(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Share, ...]:
-    """BatchNorm fp16, forward and backward, in microseconds, and what pattern `column` takes: 256 x 1024 x 14 x 14 72 [87]
-    and 100 [135], 32 x 1024 x 14 x 14 9.5 [29] and 10.8 [34], by teams 10.9 and 12.7; 8 x 1024 x 14 x 14 3.8 [13] and 4.2
-    [14]; 1024 x 512 x 14 x 14 154 [159] and 218 [247]; 64 x 512 x 22 x 22 21.8 [51], begun ahead 24.5, and 35 [65]; 128 x
-    256 x 18 x 18 13.7 [26], 15.6 if rows are not begun ahead, and 23.5 [34]; 32 x 256 x 38 x 38 16 [32] and 24 [43], of 256
-    images 149 [212] and 210 [280]; 64 x 512 x 10 x 10 7.9 [12.7] and 9.2 [14.1]; but by teams of 128 256 x 64 x 62 x 62 128
-    [91]. Residual + BatchNorm + ReLU, 256 x 1024 x 14 x 14: 97 [110], of 32 images 11.4 [31.6]; backward 207 [204]. In
-    blocks of 16 columns 14 x 14 takes 75."""
+    """BatchNorm fp16, forward and backward, in microseconds, and what pattern `column` takes: 256 x 1024 x 14 x 14 72
+    [87] and 100 [135], in blocks of 16 columns 75; 32 x 1024 x 14 x 14 9.5 [29] and 10.8 [34], by teams 10.9 and 12.7; 8
+    x 1024 x 14 x 14 3.8 [13] and 4.2 [14]; but 1024 x 512 x 14 x 14 171 [159] and 220 [246], and 2048 x 256 x 14 x 14
+    192 [175] and 244 [241]; 64 x 512 x 22 x 22 21.8 [51], begun ahead 24.5, and 35 [65]; 128 x 256 x 18 x 18 13.7 [26],
+    15.6 if rows are not begun ahead, and 23.5 [34], of 512 images 72 [79] and 91 [111]; 32 x 256 x 38 x 38 16 [32] and
+    24 [43], of 256 images 149 [212] and 210 [280]; but by teams of 128 256 x 64 x 62 x 62 128 [91]. Residual + BatchNorm
+    + ReLU, 256 x 1024 x 14 x 14: 97 [110], of 32 images 11.4 [31.6]; backward 207 [204]."""
     if tensors > 2:
         return ()
     if isinstance(problem, BackwardProblem):
         return (
-            *_lone(200, 1, 2, 4),
+            *_lone_of_half_vectors(problem, tensors),
             Share(2, 200, {200: 8, 260: 6}, 8, 1, members=64),
             Share(4, 200, {200: 4, 260: 3}, 4, 1, teams=3, members=64),
         )
     if tensors == 2:
         return (
-            *_lone(200, 1, 2, 4),
+            *_lone_of_half_vectors(problem, tensors),
             Share(1, 200, {200: 16}, 16, 1, members=64),
             Share(2, 200, {200: 8, 260: 6}, 8, 1, members=64),
         )
     return (
-        *_lone(130, 1, 2, 4),
+        *_lone_of_half_vectors(problem, tensors),
         Share(1, 130, {130: 16}, 16, 1, ahead=110, members=32),
         Share(2, 130, {130: 8}, 8, 1, ahead=110, members=32),
         # Of more than 32, with as many programs, up to 32 bytes of a thread would spill
         Share(2, 130, {130: 6}, 6, 1, ahead=110, members=64),
         Share(4, 130, {130: 3, 260: 3}, 3, 1, teams=3, ahead=110, members=64),
     )
+
+
+def _lone_of_half_vectors(problem: ForwardProblem | BackwardProblem, tensors: int) -> tuple[Share, ...]:
+    """In narrow blocks these alone: 64 x 512 x 10 x 10 7.9 [12.7] and 9.2 [14.1], by teams 256 x 512 x 10 x 10 26 [25] and
+    35 [35]."""
+    is_one = tensors == 1 and not isinstance(problem, BackwardProblem)
+    return _lone(130 if is_one else 200, 1, 2, 4) if tensors <= 2 else ()
 
 
 def _lone(held: int, *of_warps: int) -> tuple[Share, ...]:

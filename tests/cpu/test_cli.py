@@ -158,7 +158,13 @@ def test_channel_norms_are_measured_in_every_layout() -> None:
     shapes = ["nchw 64 x 256 x 56 x 56", "nhwc 64 x 256 x 56 x 56", "nchw 256 x 64 x 112 x 112"]
     shapes += ["nhwc 256 x 64 x 112 x 112", "nhwc 256 x 2048 x 7 x 7", "nc 65536 x 1024"]
     expected = [f"batch_norm {{}} {shape} {dtype}" for shape in shapes for dtype in ("fp16", "fp32")]
-    more = ["nchw 256 x 2048 x 7 x 7", "nchw 8 x 256 x 56 x 56", "nhwc 8 x 256 x 56 x 56", "nchw 256 x 256 x 56 x 56"]
+    more = [
+        "nchw 256 x 2048 x 7 x 7",
+        "nchw 32 x 2048 x 7 x 7",
+        "nchw 256 x 1024 x 14 x 14",
+        "nchw 32 x 1024 x 14 x 14",
+    ]
+    more += ["nchw 8 x 256 x 56 x 56", "nhwc 8 x 256 x 56 x 56", "nchw 256 x 256 x 56 x 56"]
     more += ["nchw 8 x 64 x 112 x 112", "nchw 64 x 1 x 1024 x 1024", "nc 2048 x 65536"]
     expected += [f"batch_norm {{}} {shape} fp16" for shape in more]
     expected += [f"group_norm {{}} {layout} 32 x 320 x 64 x 64 bf16" for layout in ("nchw", "nhwc")]

@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2] / "warpnorm"
 FILES = sorted(ROOT.rglob("*.py"))
 LINE = (
-    "errors, settings, locks, folder < problem, norms, space < reference, trace < plan < kernels < codegen < launch, cpu"
-    " < routing < pipeline < library < repeat < repeat_channels, repeat_fused < functional"
+    "errors, settings, locks, folder, interrupts < problem, norms, space < reference, trace < plan < kernels < codegen"
+    " < launch, cpu < routing < pipeline < library < repeat < repeat_channels, repeat_fused < functional"
     " < parallel < fuse, explain < packed < blocks < nn < integrate < bench, fuzz < cli"
 )
 LEVEL = {name.strip(): level for level, names in enumerate(LINE.split("<")) for name in names.split(",")}

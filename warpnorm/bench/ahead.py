@@ -1,7 +1,6 @@
 """What the cases of a benchmark need is compiled before the first one is timed, by several processes at once, which leave it
 in the caches on disk: warpnorm's, Triton's and PyTorch's."""
 
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, get_context
@@ -11,7 +10,7 @@ import torch
 from warpnorm.bench.cases import BenchCase
 from warpnorm.bench.check import Subject
 from warpnorm.bench.rivals import OURS, build, chosen
-from warpnorm.fuzz.workers import deaf
+from warpnorm.interrupts import deaf, leave_to_parent
 
 
 def compile_ahead(
@@ -37,7 +36,7 @@ def _be_alone() -> None:
     """Without more processes and threads of one's own."""
     import torch._inductor.config as config
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who started them ends them
+    leave_to_parent()
     config.compile_threads = 1
     torch.set_num_threads(1)
 

@@ -2,13 +2,12 @@
 was in, and the others go on."""
 
 import itertools
-import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, resource_tracker
+from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -16,6 +15,7 @@ from warpnorm.errors import UnavailableError
 from warpnorm.fuzz.case import Case
 from warpnorm.fuzz.check import quiet
 from warpnorm.fuzz.run import Failure, Found, Limits, TimeIsUpError, run_rounds
+from warpnorm.interrupts import deaf, leave_to_parent
 
 HANGING = 300.0  # seconds after which a call will not end
 ENDING = 30.0  # seconds that a process has to end what it is at
@@ -52,25 +52,11 @@ class Sender:
 
 def work(wire: connection.Connection, first: int, step: int, device: str, words: Sequence[str]) -> None:
     """What a process does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; who started them tells them
+    leave_to_parent()
     with suppress(TimeIsUpError, BrokenPipeError), quiet():
         run_rounds(itertools.count(first, step), device, words, Sender(wire))
     with suppress(BrokenPipeError):
         wire.send(("end", None))
-
-
-@contextmanager
-def deaf() -> Iterator[None]:
-    """A process that is started here does not hear Ctrl-C, and neither do those that it starts; here it is heard after."""
-    if os.name != "posix":
-        yield
-        return
-    resource_tracker.ensure_running()  # which would let Ctrl-C through when it is first started
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass

@@ -296,6 +296,31 @@ def test_channels_as_a_gpu_would(dtype: torch.dtype) -> None:
     check_accuracy(lambda seed: arguments(BATCH, random(shape, dtype, "cpu", seed), seed=seed))
 
 
+ODD_IMAGES = (
+    Layout("elements", (6, 3, 7, 7), why="images begin anywhere"),
+    Layout("lines", (5, 3, 50), why="of one dimension"),
+    Layout("volumes", (3, 2, 2, 5, 5), why="of three"),
+    Layout("every_other_line", (3, 2, 14, 14), view=lambda t: t[:, :, ::2], why="two axes of columns"),
+    Layout("half_the_channels", (5, 6, 7, 7), view=lambda t: t[:, ::2], why="with gaps between them"),
+    Layout("expanded_batch", (1, 3, 7, 7), view=lambda t: t.expand(4, -1, -1, -1), why="samples share memory"),
+    Layout("half_vectors", (5, 3, 10, 10), why="images of halves begin at 8 bytes; of float32 at 16"),
+)
+
+
+@pytest.mark.usefixtures("as_chosen")
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [(layout, dtype) for layout in ODD_IMAGES for dtype in (torch.float16, torch.float32)][:-1],
+    ids=str,
+)
+def test_odd_images_as_a_gpu_would(layout: Layout, dtype: torch.dtype) -> None:
+    """Few of them stay in registers, whatever they begin at, if memory runs along their lines."""
+    call, operands = call_of(arguments(BATCH, layout.make(dtype, "cpu", 1)))
+    views = (*map(View.of, operands), View.of(operands[0]))
+    assert pipeline.prepare_forward(call, views, operands[0].device, None).plan.pattern == HELD
+    check_accuracy(lambda seed: arguments(BATCH, layout.make(dtype, "cpu", seed), seed=seed))
+
+
 BY_TURNS = [plan for plan in channel_plan_contract.PLANS if plan.held > 0]
 
 

@@ -130,12 +130,12 @@ def mean_and_rstd(
 
 
 @triton.jit
-def in_halves(terms, CHUNKS: tl.constexpr, IS_LONG: tl.constexpr):
-    """(rows, cols), or (rows, cols / 2) of the same sum: a row in one wide block is folded, of which a thread has 32 numbers
-    that it would add up one after another. Where they are equal, so is what most of those roundings are off by: of 20,000
-    numbers in float32 every fifth has an rms further off than PyTorch's and half a rounding, and none where there are half
-    as many. IS_LONG: results have mantissas long enough to show it."""
-    if IS_LONG and CHUNKS == 1 and terms.shape[1] >= WIDE_BLOCK:
+def in_halves(terms, CHUNKS: tl.constexpr):
+    """(rows, cols), or (rows, cols / 2) of the same sum: a row in one wide block is folded, of which a thread may have 32
+    numbers that it would add up one after another. Where they are equal, so is what most of those roundings are off by: of
+    20,000 numbers in float32 every fifth has an rms further off than PyTorch's and half a rounding, and none where there are
+    half as many."""
+    if CHUNKS == 1 and terms.shape[1] >= WIDE_BLOCK:
         HALF: tl.constexpr = terms.shape[1] // 2
         return tl.sum(tl.reshape(terms, (terms.shape[0], 2, HALF)), 1)
     else:
@@ -144,14 +144,17 @@ def in_halves(terms, CHUNKS: tl.constexpr, IS_LONG: tl.constexpr):
 
 @triton.jit
 def row_total(row, places, IS_CENTERED: tl.constexpr, CHUNKS: tl.constexpr, IS_LONG: tl.constexpr):
-    """The sum of rows held in registers, or that of their squares: `row` is c, of each block of columns, (rows, cols)."""
+    """The sum of rows held in registers, or that of their squares: `row` is c, of each block of columns, (rows, cols).
+    IS_LONG: results have mantissas long enough to show that equal squares are all rounded the same way."""
     total = in_row(row[0], places[0])
     if not IS_CENTERED:
         total = total * total
     for chunk in tl.static_range(1, CHUNKS):
         c = in_row(row[chunk], places[chunk])
         total += c if IS_CENTERED else c * c
-    return tl.sum(in_halves(total, CHUNKS, IS_LONG and not IS_CENTERED), 1)
+    if IS_LONG and not IS_CENTERED:
+        total = in_halves(total, CHUNKS)
+    return tl.sum(total, 1)
 
 
 @triton.jit
@@ -189,7 +192,7 @@ def centered_statistics(
         variance = mean_of(squares, cols, COLS)
         return high, reciprocal_sqrt(variance + eps), variance
     else:
-        return mean_and_rstd(mean, off, in_halves(squares, CHUNKS, IS_CORRECTED), cols, eps, IS_CORRECTED, COLS)
+        return mean_and_rstd(mean, off, squares, cols, eps, IS_CORRECTED, COLS)
 
 
 @triton.jit

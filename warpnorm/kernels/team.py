@@ -27,7 +27,6 @@ from warpnorm.kernels.statistics import (
     add_terms,
     corrected,
     gradient,
-    in_halves,
     load_statistics,
     mean_and_squares,
     mean_of,
@@ -171,7 +170,7 @@ def begin_forward(
                 c = compute_row(hold_row(values, HOLD, CHUNKS), columns, places, PROLOGUE, CHUNKS)
             off, squares = row_deviations(c, mean, places, CHUNKS)
             if IS_CORRECTED:
-                off, squares = sums_of((in_halves(off, CHUNKS, True), in_halves(squares, CHUNKS, True)), 1, 2)
+                off, squares = sums_of((off, squares), 1, 2)
                 sums = corrected(mean, squares, off, count)
             else:
                 sums = (mean, tl.sum(squares, 1))

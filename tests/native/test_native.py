@@ -59,6 +59,18 @@ def test_bits_repeat_for_a_number_of_threads(threads: int) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("cols", [64, 100, 256, 768, 1000, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_short_rows_have_the_bits_of_any_batch(dtype: torch.dtype, cols: int) -> None:
+    """Statistics of several are found together, of which the last batch has fewer."""
+    x, r, w = (t.to(dtype) for t in operands(41, cols))
+    for function in (warpnorm.fuse(fused), lambda x, r, w: warpnorm.layer_norm(x * r, cols, w)):
+        with settings.override(route="native"):
+            every = function(x, r, w)
+            for first, last in ((0, 1), (3, 5), (7, 14), (1, 41)):
+                assert torch.equal(function(x[first:last], r[first:last], w), every[first:last])
+
+
 def test_several_python_threads_at_a_time() -> None:
     expected = {k: fused(*operands(100 + k, 2000, k)) for k in range(6)}
     found: dict[int, torch.Tensor] = {}

@@ -10,6 +10,8 @@ from warpnorm.cpu.writer import BLOCK, Writer, laid_out, renamed
 from warpnorm.problem import ALONG, BY_ROW, COLUMN, GROUP, SCALAR, TILES, BackwardProblem, ForwardProblem, Operand
 
 FLUSHED = 64  # rows whose sum is taken in the dtype of computation
+NARROW_ROW = 128
+MOST_IN_L1 = 28 << 10  # bytes of rows whose statistics are found together
 TOGETHER = 4  # rows that are walked at a time, or half as many where registers are short
 # What `writer.py` writes of a dropout, one element at a time
 KEEP = re.compile(r"keep\((\w+), (\w+), drawn \* cols \+ col, (\w+), (\w+)\)")
@@ -27,6 +29,7 @@ class _Rows(Writer):
     """Walks along rows."""
 
     kept = "0"  # where what is kept of a row begins
+    several = 0  # short rows whose statistics are found together; none, of long ones
 
     def begin_line(self, names: Sequence[str], written: Sequence[tuple[str, Operand]] = ()) -> None:
         """One piece of a row, or all of it: where its tensors begin, and what is the same along it."""
@@ -76,11 +79,12 @@ class _Rows(Writer):
         if not sums and not is_staged and not draws:
             self.add("#pragma omp simd", f"for (int64_t j = 0; j < {last}; j++) {{", *inside, "}", "}")
             return
-        is_narrow = not any("(double)" in line for line in inside)
+        # Narrow rows have too few columns for as many sums beside each other
+        has_lanes = bool(sums) and not any("(double)" in line for line in inside)
+        has_lanes = has_lanes and not (self.several and self.problem.cols_class <= NARROW_ROW)
         if pivot:
-            self.add(
-                "if (seen + waiting == 0) {", "double values = 0;", f"const int64_t few = {last} < 16 ? {last} : 16;"
-            )
+            self.add("if (seen + waiting == 0) {" if waiting else "{", "double values = 0;")
+            self.add(f"const int64_t few = {last} < 16 ? {last} : 16;")
             self.add("#pragma omp simd reduction(+ : values)", "for (int64_t j = 0; j < few; j++) {")
             self.add("const int64_t col = before + j;", "(void)col;")
             self.add(*(self.load(name, operand, self.at(name, operand), is_alone=True) for name, operand in tensors))
@@ -97,11 +101,18 @@ class _Rows(Writer):
             self.add(f"const uint32_t *drawn{k} = draw_all(words{k}, {seed}, {offset}, {first});")
         if sums:
             self.add(f"double {', '.join(f'{name} = 0' for name in sums)};")
-        if sums and is_narrow:
-            self.sum_in_lanes(inside, sums)
+        begin = "start"
+        if has_lanes and self.several:
+            begin = "rest"
+            self.add(f"const int64_t rest = stop - (stop - start) % {self.lanes};")
+            self.sum_in_lanes(inside, sums, "rest")
+        elif has_lanes:
+            self.add(f"if (stop - start == {self.block}) {{")
+            self.sum_in_lanes(inside, sums, "stop")
+            self.add("} else {")
         reduction = f" reduction(+ : {', '.join(sums)})" if sums else ""
-        self.add(f"#pragma omp simd{reduction}", "for (int64_t j = start; j < stop; j++) {")
-        self.add(*inside, "}", *["}"] * (is_narrow and bool(sums)))
+        self.add(f"#pragma omp simd{reduction}", f"for (int64_t j = {begin}; j < stop; j++) {{", *inside, "}")
+        self.add(*["}"] * (has_lanes and not self.several))
         self.close_stage(written, "stop - start")
         self.add(*(f"{'waiting' if waiting else 'total'}_{name} += {name};" for name in sums))
         if waiting:
@@ -125,11 +136,10 @@ class _Rows(Writer):
         none = "waiting = waiting_off = waiting_squares = 0;"
         return f"{{ join_{self.suffix}({state}); {none} pivot = ({self.type})mean_w; }}"
 
-    def sum_in_lanes(self, inside: Sequence[str], sums: Sequence[str]) -> None:
-        """A whole block in many sums, one beside the other: one alone would wait for every addition before the next."""
-        self.add(f"if (stop - start == {self.block}) {{")
+    def sum_in_lanes(self, inside: Sequence[str], sums: Sequence[str], end: str) -> None:
+        """What fills many sums, one beside the other: one alone would wait for every addition before the next."""
         self.add(*(f"{self.type} {name}_lanes[{self.lanes}] = {{0}};" for name in sums))
-        self.add(f"for (int64_t i = start; i < stop; i += {self.lanes}) {{", "#pragma omp simd")
+        self.add(f"for (int64_t i = start; i < {end}; i += {self.lanes}) {{", "#pragma omp simd")
         self.add(f"for (int64_t k = 0; k < {self.lanes}; k++) {{", "const int64_t j = i + k;")
         for line in inside:
             for name in sums:
@@ -141,7 +151,7 @@ class _Rows(Writer):
             f"#pragma omp simd reduction(+ : {', '.join(sums)})",
             f"for (int64_t k = 0; k < {self.lanes}; k++) {{",
         )
-        self.add(*(f"{name} += (double){name}_lanes[k];" for name in sums), "}", "} else {")
+        self.add(*(f"{name} += (double){name}_lanes[k];" for name in sums), "}")
 
 
 class _Forward(_Rows):
@@ -155,11 +165,15 @@ class _Forward(_Rows):
         self.declare([(name, operand, first + k) for k, (name, operand) in enumerate(outputs)], False)
         first += len(outputs)
         self.declare_statistics(first)
+        self.several = self.found_together([*((n, o) for _, n, o in self.loaded), *outputs])
         self.add("const int64_t units = rows / pieces;")
         for name in self.kept_values * norm.is_computed:
-            self.array(f"kept_{name}", "pieces * cols")
-        self.add("for (int64_t row = units * part / parts; row < units * (part + 1) / parts; row++) {")
-        if norm.is_computed:
+            self.array(f"kept_{name}", f"pieces * cols * {max(self.several, 1)}")
+        if self.several:
+            self.statistics_of_several(self.several)
+        else:
+            self.add("for (int64_t row = units * part / parts; row < units * (part + 1) / parts; row++) {")
+        if norm.is_computed and not self.several:
             self.statistics()
         lines, names = self.c_again() if norm.is_computed else self.c_lines(False)
         graph = renamed(problem.epilogue, "last_")
@@ -171,9 +185,59 @@ class _Forward(_Rows):
         names = (*names, *graph.used_inputs)
         self.begin_line(names, outputs)
         self.walk(names, lines, written=outputs)
-        self.add("}", "}")
+        self.add("}", "}", *["}"] * bool(self.several))
         self.end()
         return laid_out(self.lines)
+
+    def found_together(self, tensors: Sequence[tuple[str, Operand]]) -> int:
+        """Of how many rows, which stay in L1 until their results: of one block each, in single precision. One after the
+        other, each would wait for its own sums, divisions and root. LayerNorm fp32, nanoseconds a row by one thread, with
+        four and with one: 64 columns 91 and 114, 256 128 and 223, 768 234 and 445."""
+        problem = self.problem
+        tiles = [o for _, o in tensors if o.axes in (*TILES, COLUMN)]
+        is_by_row = problem.norm.is_computed and not problem.norm.is_by_channel and not problem.has_pieces
+        if not is_by_row or self.is_double or problem.cols_class > BLOCK or any(len(o.col_strides) > 1 for o in tiles):
+            return 0
+        moved = sum(o.dtype.itemsize for _, o in tensors if o.axes in TILES)
+        of_row = problem.width * (moved + len(self.kept_values) * problem.compute.itemsize)
+        return next((count for count in (TOGETHER, TOGETHER // 2) if count * of_row <= MOST_IN_L1), 1)
+
+    def statistics_of_several(self, most: int) -> None:
+        """All that comes before the walk that writes a row's results."""
+        norm = self.problem.norm
+        lines, names = self.c_lines(True)
+        sums, body = ["squares"], [*lines, "squares += c * c;"]
+        if norm.is_centered:
+            deviation = "const float deviation = c - pivot;"
+            body = [*lines, deviation, "off += deviation;", "squares += deviation * deviation;"]
+            sums = ["off", "squares"]
+        self.add("const int64_t end_row = units * (part + 1) / parts;", "const double share = 1.0 / (double)cols;")
+        self.add(f"for (int64_t base = units * part / parts; base < end_row; base += {most}) {{")
+        self.add(f"const int64_t count = end_row - base < {most} ? end_row - base : {most};")
+        self.add(*(f"double {name}_of[{most}] = {{0}};" for name in sums), f"float pivot_of[{most}] = {{0}};")
+        self.add("for (int64_t which = 0; which < count; which++) {", "const int64_t row = base + which;")
+        self.add("float pivot = 0;", *(f"double total_{name} = 0;" for name in sums))
+        self.kept = "which * cols"
+        self.begin_line(names)
+        self.walk(names, body, sums, pivot=lines if norm.is_centered else ())
+        self.add("}", *(f"{name}_of[which] = total_{name};" for name in sums), "pivot_of[which] = pivot;", "}")
+        of_row = ("mean", "mean_rest", "rstd", "rstd_rest")
+        self.add(*(f"float {name}_of[{most}];" for name in of_row))
+        self.add("#pragma omp simd", f"for (int64_t which = 0; which < {most}; which++) {{")
+        if norm.is_centered:
+            self.add("const double shift = off_of[which] * share, mean_d = (double)pivot_of[which] + shift;")
+            self.add("const double inside = squares_of[which] - off_of[which] * shift;")
+            self.add("const double variance_d = (inside < 0 ? 0 : inside) * share;")
+        else:
+            self.add("const double mean_d = 0, variance_d = squares_of[which] * share;")
+        self.add("const double rstd_d = 1.0 / sqrt(variance_d + (double)eps);")
+        for name in ("mean", "rstd"):
+            self.add(f"{name}_of[which] = (float){name}_d;")
+            self.add(f"{name}_rest_of[which] = (float)({name}_d - (double)(float){name}_d);")
+        self.add("}", "for (int64_t which = 0; which < count; which++) {", "const int64_t row = base + which;")
+        for name in of_row:
+            self.add(f"const float {name} = {name}_of[which];", f"(void){name};")
+        self.add(*(f"{name}_p[row] = {name};" for name in norm.statistics))
 
     def statistics(self) -> None:
         norm = self.problem.norm
@@ -183,9 +247,8 @@ class _Forward(_Rows):
             self.begin_line(names)
             self.walk(names, [*lines, "squares += c * c;"], ["squares"])
             self.add("}")
-            self.add("const double rstd_d = 1.0 / sqrt((double)(total_squares / (double)cols) + (double)eps);")
-            self.add(f"const {self.type} rstd = ({self.type})rstd_d;")
-            self.add(f"const {self.type} rstd_rest = ({self.type})(rstd_d - (double)rstd);", "(void)rstd_rest;")
+            self.add("const double rstd_w = 1.0 / sqrt((double)(total_squares / (double)cols) + (double)eps);")
+            self.add(f"const {self.type} rstd = ({self.type})rstd_w;", self.rest("rstd"))
             self.add("rstd_p[row] = rstd;")
             return
         # One walk: deviations from a pivot, the mean of the first few values and then of all so far
@@ -202,8 +265,11 @@ class _Forward(_Rows):
         self.add(f"if (waiting > 0) {self.join()}")
         self.add(f"const {self.wide} variance_w = m2 / seen;")
         self.finish_statistics()
-        self.add(f"const {self.type} mean_rest = ({self.type})(mean_d - (double)mean);", "(void)mean_rest;")
-        self.add(f"const {self.type} rstd_rest = ({self.type})(rstd_d - (double)rstd);", "(void)rstd_rest;")
+        self.add(self.rest("mean"), self.rest("rstd"))
+
+    def rest(self, name: str) -> str:
+        """What is rounded off of a statistic."""
+        return f"const {self.type} {name}_rest = ({self.type})({name}_w - {name}); (void){name}_rest;"
 
 
 class _Backward(_Rows, OfGradients):

@@ -302,7 +302,7 @@ class Writer:
             self.add(f"#define TOO_LARGE {too_large()}u", '#include "pointwise.h"', "")
         self.add(
             f"int {name}(void **p, const int64_t *n, const double *r, int64_t part, int64_t parts) {{",
-            "const int64_t rows = n[0], cols = n[1], pieces = n[2], inner_rows = n[3], groups = n[4];",
+            f"const int64_t rows = n[0], cols = {self.cols}, pieces = n[2], inner_rows = n[3], groups = n[4];",
             "(void)pieces; (void)inner_rows; (void)groups;",
         )
         self.declare([(name, operand, i) for i, name, operand in self.loaded], True)
@@ -316,6 +316,14 @@ class Writer:
                 self.add(f"const int64_t {name} = {self.stride(self.strides + whole.index(k))};")
             elif operand.axes == SCALAR:
                 self.add(self.load(name, operand, "0"))
+
+    @property
+    def cols(self) -> str:
+        """A number where rows are short and of one of few widths, which loops fit then. A channel's columns are often the
+        samples of a batch, of which there may be any number."""
+        problem = self.problem
+        is_fixed = problem.is_filled and problem.cols_class <= BLOCK and not problem.norm.is_by_channel
+        return str(problem.width) if is_fixed else "n[1]"
 
     @property
     def strides(self) -> int:
@@ -351,11 +359,13 @@ class Writer:
         norm = self.problem.norm
         if not norm.is_computed:
             return f"const {self.type} xhat = c;"
-        if isinstance(self.problem, ForwardProblem) and not self.is_double and not self.problem.is_half:
+        apart = "(c - mean)" if norm.is_centered else "c"
+        if isinstance(self.problem, ForwardProblem) and not self.problem.is_half:
             # what is rounded off of a row's statistic would be the same error in all its elements
-            value = "(c - mean) - mean_rest" if norm.is_centered else "c"
-            return f"const float apart = {value}, xhat = apart * rstd + apart * rstd_rest;"
-        return f"const {self.type} xhat = {'(c - mean) * rstd' if norm.is_centered else 'c * rstd'};"
+            apart = f"({apart} - mean_rest)" if norm.is_centered else apart
+            if not self.is_double:
+                return f"const float apart = {apart}, xhat = apart * rstd + apart * rstd_rest;"
+        return f"const {self.type} xhat = {apart} * rstd;"
 
     def finish_statistics(self) -> None:
         """From mean_w and variance_w of a row: what is rounded of them, and is averaged into running ones."""
@@ -363,8 +373,8 @@ class Writer:
         assert isinstance(self.problem, ForwardProblem)
         root = "sqrtl" if self.is_double else "sqrt"
         self.add("const double mean_d = (double)mean_w, variance_d = (double)variance_w;")
-        self.add(f"const double rstd_d = (double)(1 / {root}(variance_w + ({self.wide})eps));", "(void)variance_d;")
-        self.add(f"const {self.type} mean = ({self.type})mean_d, rstd = ({self.type})rstd_d;")
+        self.add(f"const {self.wide} rstd_w = 1 / {root}(variance_w + ({self.wide})eps);", "(void)variance_d;")
+        self.add(f"const {self.type} mean = ({self.type})mean_d, rstd = ({self.type})rstd_w;")
         self.add("mean_p[row] = mean;", "rstd_p[row] = rstd;")
         if norm.keeps_variance:
             self.add(f"variance_p[row] = ({self.type})variance_d;")

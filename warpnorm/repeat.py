@@ -181,7 +181,7 @@ def _is_large(norm: Norm, input: Any, shape: Any) -> bool:
     if not getattr(input, "is_cpu", False):
         return False
     try:
-        return (shape if type(shape) is int else prod(shape)) > routing.smallest_row(norm)
+        return routing.is_long(norm, shape if type(shape) is int else prod(shape))
     except TypeError:  # no sizes; who checks the arguments says so
         return False
 

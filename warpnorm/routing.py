@@ -17,13 +17,16 @@ from torch.autograd import forward_ad
 
 from warpnorm import settings, version
 from warpnorm.errors import UnavailableError
+from warpnorm.launch import launcher
 from warpnorm.norms import BATCH_NORM, GROUP_NORM, LAYER_NORM, Norm
 
 # Elements of a row, of a sample, and of a batch that is one row, up to which PyTorch's own operators are quicker on a CPU
 # than a call of ours. Not of all rows: a row's bits do not depend on its neighbours. rms_norm of 1 x 64 takes 13 us,
 # PyTorch's 11, of 64 x 1024 21 and 30; silu(x) * r -> layer_norm of 1 x 512 18 and 8, of 64 x 512 49 and 156
 SMALL_ROW = 63
-SMALL_LONE_ROW = 1024  # of a layer_norm alone
+# Of a layer_norm alone, where calls that repeat stay Python's: of 8 x 64 one takes 45 us, by the compiled launcher 6, and
+# PyTorch's 9
+SMALL_LONE_ROW = 1024
 # Under a compiler, which writes its own code for PyTorch's operators and what is around them, where a call of ours is one of
 # Python. Add and rms_norm of 1024 rows, both directions, in microseconds of one thread, ours and the compiler's: 1296 and
 # 784 of 128 columns, 2468 and 2143 of 512, 3689 and 4753 of 1024
@@ -73,11 +76,10 @@ def is_large(norm: Norm, shape: Sequence[int], cols: int) -> bool:
 
 
 def is_large_input(norm: Norm, input: torch.Tensor, cols: int = 0) -> bool:
-    """The same of a norm alone, where PyTorch's own operator is as quick in some cases: layer_norm of float16; by running
-    statistics; images whose channels lie side by side, but in batches; batches of 16 bits where they do not; small
-    groups."""
+    """The same of a norm alone, where PyTorch's own operator is as quick in some cases: by running statistics; images whose
+    channels lie side by side, but in batches; batches of 16 bits where they do not; small groups."""
     if not norm.is_by_channel:
-        return cols > smallest_row(norm) and not (norm.is_centered and input.dtype == torch.float16)
+        return is_long(norm, cols)
     if norm == BATCH_NORM:
         is_quicker = input.dtype.itemsize > 2 or (input.dtype == torch.bfloat16 and not input.is_contiguous())
         return input.ndim > 2 and is_quicker and is_large(norm, input.shape, cols)
@@ -88,7 +90,8 @@ def is_short(shape: Any) -> bool:
     """Whether rows of so many columns are PyTorch's operator's on a CPU. Asked before anything else, which would take half
     as long as that."""
     is_one = type(shape) in (tuple, torch.Size, list) and len(shape) == 1 and type(shape[0]) is int
-    return is_one and shape[0] <= SMALL_LONE_ROW and settings.current().route == "auto"
+    is_short = is_one and (shape[0] <= SMALL_ROW or (shape[0] <= SMALL_LONE_ROW and not has_launcher()))
+    return is_short and settings.current().route == "auto"
 
 
 def takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: Norm = LAYER_NORM) -> bool:
@@ -110,15 +113,25 @@ def takes_operators(input: torch.Tensor, normalized_shape: Any = None, norm: Nor
         return False
 
 
-def smallest_row(norm: Norm) -> int:
-    """Columns up to which PyTorch's operator is as quick as a norm over rows alone."""
-    return SMALL_LONE_ROW if norm.is_centered else _small_row()
+def is_long(norm: Norm, cols: int) -> bool:
+    """Whether native code is worth a row of a norm that stands alone. A compiler writes its own code for layer_norm, but for
+    nothing of an export's."""
+    if not norm.is_centered or cols <= SMALL_ROW or cols > SMALL_LONE_ROW:
+        return cols > _small_row()
+    return not (torch.compiler.is_compiling() and not torch.compiler.is_exporting()) and has_launcher()
 
 
 def _small_row() -> int:
     """An exported program may be run by anything."""
     is_compiled = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
     return SMALL_COMPILED_ROW if is_compiled else SMALL_ROW
+
+
+@settings.constant
+def has_launcher() -> bool:
+    """Whether calls that repeat may become the compiled launcher's. Not whether it is there by now: the bits of a row do not
+    change when it is."""
+    return launcher.can_be_built() and has_compiler()
 
 
 @settings.constant

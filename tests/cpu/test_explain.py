@@ -167,11 +167,15 @@ IMAGES = torch.ones(8, 64, 56, 56)
 LARGE = torch.ones(2, 64, 80, 80)
 # A norm of ours, its arguments, and whether native code runs it where it is not fused
 STANDING_ALONE: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
-    "short_rows": (warpnorm.nn.LayerNorm(512), (torch.ones(64, 512),), False),
-    "short_rows_forward": (warpnorm.nn.LayerNorm(512).forward, (torch.ones(64, 512),), False),
-    "short_rows_partial": (partial(warpnorm.layer_norm, normalized_shape=(512,)), (torch.ones(64, 512),), False),
+    "rows": (warpnorm.nn.LayerNorm(512), (torch.ones(64, 512),), routing.has_launcher()),
+    "rows_forward": (warpnorm.nn.LayerNorm(512).forward, (torch.ones(64, 512),), routing.has_launcher()),
+    "rows_partial": (
+        partial(warpnorm.layer_norm, normalized_shape=512),
+        (torch.ones(64, 512),),
+        routing.has_launcher(),
+    ),
     "long_rows": (warpnorm.nn.LayerNorm(2048), (torch.ones(64, 2048),), True),
-    "half": (warpnorm.layer_norm, (half(512, 4096), (4096,)), False),
+    "half": (warpnorm.layer_norm, (half(512, 4096), (4096,)), True),
     "rms": (warpnorm.rms_norm, (half(512, 4096), (4096,)), True),
     "rms_short": (warpnorm.nn.RMSNorm(128), (torch.ones(64, 128),), True),
     "batch": (warpnorm.nn.BatchNorm2d(64), (IMAGES,), True),
@@ -199,6 +203,17 @@ def test_a_norm_alone_says_what_runs(name: str) -> None:
     assert route.startswith(
         "as native code on the CPU" if is_native else "as plain PyTorch, because its operator is as"
     )
+
+
+@pytest.mark.skipif(not routing.has_compiler(), reason="native code needs a compiler")
+def test_short_rows_are_pytorchs_without_a_launcher() -> None:
+    """Python takes longer than the operator, if few rows are that short."""
+    with settings.override(launcher="python"):
+        route = warpnorm.explain(warpnorm.layer_norm, torch.ones(64, 1024), 1024).route
+        assert route.startswith("as plain PyTorch, because its operator is as quick")
+        assert warpnorm.explain(warpnorm.layer_norm, torch.ones(64, 1025), 1025).route.startswith("as native code")
+        x = torch.randn(64, 1024)
+        torch.testing.assert_close(warpnorm.layer_norm(x, 1024), F.layer_norm(x, (1024,)), rtol=0, atol=0)
 
 
 def test_a_fused_method() -> None:

@@ -39,6 +39,7 @@ why_not = ""  # there is none, if that is certain
 _thread: threading.Thread | None = None
 _process: subprocess.Popen[bytes] | None = None
 _lock = threading.Lock()
+_asked: tuple[settings.Settings | None, bool] = None, False  # of which settings, and whether it can be built
 
 
 def find(set_up: Callable[[Any], None], calls: int) -> Any:
@@ -141,6 +142,23 @@ def _make(path: Path, command: Sequence[str], set_up: Callable[[Any], None]) -> 
         _build(path, command)
         if not _load(path, set_up):
             raise subprocess.SubprocessError("what it built cannot be loaded")
+
+
+def can_be_built() -> bool:
+    """Whether the settings want it, and there is what it takes: once for each settings, as every short row asks."""
+    global _asked
+    now = settings.current()
+    if _asked[0] is not now:
+        has_tools = sys.platform == "linux" and compiler() is not None and all(map(Path.exists, _headers()))
+        _asked = now, now.launcher != "python" and has_tools
+    return _asked[1]
+
+
+def _headers() -> tuple[Path, ...]:
+    """Those that may not be there: Python's are often a package of their own."""
+    import sysconfig
+
+    return Path(sysconfig.get_path("include")) / "Python.h", Path(torch.__file__).parent / "include" / "ATen"
 
 
 def compiler() -> str | None:

@@ -160,6 +160,9 @@ def _set_up(module: Any) -> None:
     to_share = (_mailbox, new_lender, LARGEST_LOAN)
     module.set_up(torch.nn.Parameter, DeviceContext, vars(settings), stream, hooks, _backward, *to_share)
     quick = module.call
+    from warpnorm.cpu import memory
+
+    memory.keeper = module
 
 
 def _backward(

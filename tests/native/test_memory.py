@@ -1,4 +1,5 @@
-"""Memory of results that is kept: given to the next one of its size when nobody uses it any more, and never before."""
+"""Memory of results that is kept: given to the next one of its size when nobody uses it any more, and never before. By
+Python; `test_memory_of_launcher.py` is of the compiled launcher."""
 
 import gc
 import os
@@ -27,7 +28,7 @@ SIZE = memory.LARGE
 def nothing_kept() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)  # which would fill new memory
     memory.release()
-    with settings.override(keep_bytes=4 * SIZE):
+    with settings.override(keep_bytes=4 * SIZE, launcher="python"):
         yield
     memory.release()
 

@@ -1,5 +1,6 @@
 """Memory of large results. Fresh memory costs its pages, as much time as the norm itself: it comes in huge ones where the
-system allows it, and when a result is gone its memory is kept for the next of the same size."""
+system allows it, and when a result is gone its memory is kept for the next of the same size. The compiled launcher, once it
+is there, keeps it for all; until then it is counted here who uses what."""
 
 import ctypes
 import os
@@ -8,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -77,12 +79,33 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
+keeper: Any = None  # the compiled launcher's module
+_is_told = False
+
+
+def keeps(size: int) -> bool:
+    """Whether the compiled launcher looks after a large result of so many bytes."""
+    global _is_told
+    now = settings.current()
+    if keeper is None or now.launcher == "python" or size > now.keep_bytes:
+        return False
+    if not _is_told:
+        _is_told = True
+        keeper.look_after(LARGE, build.Address.to(build.pool().ask_for_huge_pages))
+        release()
+    return True
+
+
 def reuse(results: Sequence[torch.Tensor]) -> None:
     """Gives new results, which nobody has seen or written yet, the memory of earlier ones."""
     most = settings.current().keep_bytes
     for result in results:
         size = result.nbytes
-        if LARGE <= size <= most and _can_count() and not _is_filled() and not _is_given(result, size):
+        if not LARGE <= size <= most:
+            continue
+        if keeps(size):
+            keeper.reuse(result, most)
+        elif _can_count() and not _is_filled() and not _is_given(result, size):
             _keep(result.untyped_storage(), size, most)
 
 
@@ -91,7 +114,9 @@ def ask_for_huge_pages(results: Sequence[torch.Tensor], parts: int = 1) -> None:
     memory takes 5.2 ms, and 6.0 where two of them meet at the same page."""
     for result in results:
         size = result.nbytes
-        if size >= LARGE and size == (storage := result.untyped_storage()).nbytes():  # all of it is this result's
+        if size < LARGE or (keeper is not None and keeper.has(result)):  # which has asked
+            continue
+        if size == (storage := result.untyped_storage()).nbytes():  # all of it is this result's
             build.pool().ask_for_huge_pages(
                 ctypes.c_void_p(storage.data_ptr()), ctypes.c_int64(size), ctypes.c_int64(parts)
             )
@@ -139,6 +164,8 @@ def _keep(storage: torch.UntypedStorage, size: int, most: int) -> None:
 
 def release() -> None:
     """Gives the memory of results that are gone back to the system."""
+    if keeper is not None:
+        keeper.release(0)
     with _lock:
         before = _kept[:]
         _kept.clear()

@@ -158,9 +158,10 @@ class NativeForward(_Launch):
 
     def described(self, operands: Sequence[int], outputs: int, running: Sequence[int] = ()) -> tuple[Any, ...] | None:
         """This call, of as many tensors, by the numbers that the compiled launcher knows them by, as it takes it, and that
-        nothing is shared; nothing where its memory is looked after."""
+        nothing is shared; nothing where it does not keep the memory of large results."""
         numel = self.space.rows * self.space.cols
-        if self.takes_numbers or any(numel * o.dtype.itemsize >= memory.LARGE for o in self.problem.outputs):
+        sizes = [numel * output.dtype.itemsize for output in self.problem.outputs]
+        if self.takes_numbers or not all(size < memory.LARGE or memory.keeps(size) for size in sizes):
             return None
         if running and self.has_arrays:  # for which there may be no memory
             return None

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -17,11 +18,13 @@
 #include <unordered_map>
 #include <vector>
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/Device.h>
@@ -184,6 +187,76 @@ struct Launch {
 at::Tensor empty(c10::IntArrayRef sizes, at::ScalarType dtype, const at::Tensor& beside) {
   return at::empty(sizes, at::TensorOptions().dtype(dtype).device(beside.device()));
 }
+
+/* Memory of large results on a CPU, whose pages cost as much time as a norm where they are fresh: when a result is gone it is
+   kept for the next of its size. Whoever finds another thread here goes without: so does a forked child, if that thread is
+   not its own. */
+struct Keeper {
+  struct Block {
+    c10::DataPtr memory;
+    size_t size, most;  // bytes; of all that may be kept
+  };
+  using Blocks = std::deque<std::unique_ptr<Block>>;
+  std::mutex lock;
+  Blocks idle;  // the one that was used last is the last
+  size_t bytes = 0;  // of these
+  size_t large = 0;  // bytes from which a result is large; none: nobody said
+  void (*ask)(void*, int64_t, int64_t) = nullptr;  // for huge pages, which so many threads share
+
+  static Keeper& all() {
+    static auto* keeper = new Keeper();
+    return *keeper;
+  }
+
+  bool takes(size_t size, size_t most) const {
+    const auto& context = at::globalContext();
+    const bool is_filled = context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
+    return large != 0 && size >= large && size <= most && !is_filled;
+  }
+
+  c10::Storage storage(size_t size, size_t most) {
+    auto block = kept(size);
+    if (block == nullptr) {
+      block = std::make_unique<Block>(Block{c10::GetCPUAllocator()->allocate(size), size, most});
+      ask(block->memory.get(), static_cast<int64_t>(size), at::get_num_threads());
+    }
+    block->most = most;
+    void* data = block->memory.get();
+    c10::DataPtr memory(data, block.release(), &Keeper::take_back, c10::Device(c10::DeviceType::CPU));
+    return c10::Storage(c10::Storage::use_byte_size_t(), size, std::move(memory), c10::GetCPUAllocator(), true);
+  }
+
+  std::unique_ptr<Block> kept(size_t size) {
+    const std::unique_lock<std::mutex> guard(lock, std::try_to_lock);
+    if (!guard.owns_lock()) return nullptr;
+    const auto found = std::find_if(idle.rbegin(), idle.rend(), [=](const auto& block) { return block->size == size; });
+    if (found == idle.rend()) return nullptr;
+    auto block = std::move(*found);
+    idle.erase(std::next(found).base());
+    bytes -= size;
+    return block;
+  }
+
+  static void take_back(void* context) {
+    auto& keeper = all();
+    std::unique_ptr<Block> block(static_cast<Block*>(context));
+    Blocks gone;  // after the lock is free
+    const std::unique_lock<std::mutex> guard(keeper.lock, std::try_to_lock);
+    if (!guard.owns_lock() || block->size > block->most) return;
+    keeper.leave(block->most - block->size, gone);
+    keeper.bytes += block->size;
+    keeper.idle.push_back(std::move(block));
+  }
+
+  /* No more than so many bytes stay idle: what was used longest ago goes first. */
+  void leave(size_t most, Blocks& gone) {
+    while (bytes > most) {
+      bytes -= idle.front()->size;
+      gone.push_back(std::move(idle.front()));
+      idle.pop_front();
+    }
+  }
+};
 
 at::Tensor new_mailbox(const std::vector<int64_t>& sizes, const at::Tensor& beside);
 at::Tensor new_lender(const at::Tensor& beside);
@@ -428,7 +501,31 @@ struct Run {
   Entry* entry;
   void* stream;
   double number;
+  size_t kept = 0;  // bytes of results that may be kept
 };
+
+/* Bytes of large results that may be kept, by the settings as they are now. */
+size_t kept_now() {
+  static PyObject* const name = PyUnicode_InternFromString("keep_bytes");
+  THPObjectPtr bytes(PyObject_GetAttr(settings_now(), name));
+  if (!bytes) raise();
+  return PyLong_AsSize_t(bytes.get());
+}
+
+at::Tensor new_output(const Entry::Output& output, const at::Tensor& beside, size_t kept) {
+  const auto& [sizes, strides, dtype] = output;
+  auto& keeper = Keeper::all();
+  const auto size = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  if (!beside.is_cpu() || !keeper.takes(size, kept)) {
+    const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
+    return strides.empty() ? at::empty(sizes, options) : at::empty_strided(sizes, strides, options);
+  }
+  auto made = at::detail::make_tensor<c10::TensorImpl>(
+      keeper.storage(size, kept), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+  if (strides.empty()) made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+  else made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+  return made;
+}
 
 std::vector<at::Tensor> fresh_statistics(const Entry& entry, const at::Tensor& beside) {
   std::vector<at::Tensor> statistics;
@@ -443,9 +540,8 @@ variable_list run_forward(const Run& run, at::TensorList operands, const std::ve
   for (const auto& t : operands) pointers.push_back(const_cast<void*>(t.const_data_ptr()));
   for (const auto i : entry.written) pointers[i] = operands[i].mutable_data_ptr();  // of no memory that others have, too
   variable_list outputs;
-  for (const auto& [sizes, strides, dtype] : entry.outputs) {
-    const auto options = at::TensorOptions().dtype(dtype).device(operands[0].device());
-    outputs.push_back(strides.empty() ? at::empty(sizes, options) : at::empty_strided(sizes, strides, options));
+  for (const auto& output : entry.outputs) {
+    outputs.push_back(new_output(output, operands[0], run.kept));
     pointers.push_back(outputs.back().mutable_data_ptr());
   }
   for (const auto& t : statistics) pointers.push_back(t.mutable_data_ptr());
@@ -661,6 +757,7 @@ PyObject* call(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto stream = stream_of(operands[0]);
   if (!stream.has_value() || (run.entry->shared.is_mailbox() && is_capturing(*stream))) Py_RETURN_NONE;
   run.stream = *stream;
+  run.kept = operands[0].is_cpu() ? kept_now() : 0;
   int64_t needed = 0;
   if (records_gradients())
     for (size_t i = 0; i < operands.size(); i++) needed |= static_cast<int64_t>(operands[i].requires_grad()) << i;
@@ -829,12 +926,59 @@ PyObject* set_up(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
+/* (bytes from which a result is large, the function that asks for huge pages): from now on they are looked after. */
+PyObject* look_after(PyObject*, PyObject* args) {
+  unsigned long long large, ask;
+  if (!PyArg_ParseTuple(args, "KK", &large, &ask)) return nullptr;
+  auto& keeper = Keeper::all();
+  keeper.ask = reinterpret_cast<decltype(keeper.ask)>(ask), keeper.large = static_cast<size_t>(large);
+  Py_RETURN_NONE;
+}
+
+/* (tensor, bytes that may be kept): gives a new tensor, which nobody has seen or written yet, memory that was kept, if it is
+   large. */
+PyObject* reuse(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  PyObject* given;
+  unsigned long long most;
+  if (!PyArg_ParseTuple(args, "OK", &given, &most)) return nullptr;
+  const auto& tensor = THPVariable_Unpack(given);
+  const auto size = tensor.storage().nbytes();
+  auto& keeper = Keeper::all();
+  if (keeper.takes(size, static_cast<size_t>(most)))
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(keeper.storage(size, static_cast<size_t>(most)));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+/* (tensor): whether its memory is such. */
+PyObject* has(PyObject*, PyObject* given) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(THPVariable_Unpack(given).storage().data_ptr().get_deleter() == &Keeper::take_back);
+  END_HANDLE_TH_ERRORS
+}
+
+/* (most): lets go of what is kept beyond so many bytes; how many are left. */
+PyObject* release(PyObject*, PyObject* args) {
+  unsigned long long most;
+  if (!PyArg_ParseTuple(args, "K", &most)) return nullptr;
+  auto& keeper = Keeper::all();
+  Keeper::Blocks gone;
+  const std::unique_lock<std::mutex> guard(keeper.lock, std::try_to_lock);
+  if (guard.owns_lock()) keeper.leave(static_cast<size_t>(most), gone);
+  return PyLong_FromSize_t(keeper.bytes);
+}
+
 PyMethodDef methods[] = {
     {"call", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call)), METH_FASTCALL,
      "(kind, eps, shape, *operands): the output of a call that was seen before, or None"},
     {"remember", remember, METH_VARARGS, "a call that was prepared"},
     {"remember_backward", remember_backward, METH_VARARGS, "the backward of one"},
     {"set_up", set_up, METH_VARARGS, "once, before anything else"},
+    {"look_after", look_after, METH_VARARGS, "large results on a CPU, by their bytes"},
+    {"reuse", reuse, METH_VARARGS, "memory that was kept, for a new tensor"},
+    {"has", has, METH_O, "whether a tensor has memory that will be kept"},
+    {"release", release, METH_VARARGS, "what is kept beyond so many bytes"},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "warpnorm_launcher", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -263,7 +263,8 @@ def _route(
     if is_large and alone:
         input = max((o for o in alone if isinstance(o, torch.Tensor)), key=torch.Tensor.numel)
         norm = GROUP_NORM if call.norm == TRACKED_NORM else call.norm
-        is_large = routing.is_large_input(norm, input, prod(input.shape[max(input.ndim - call.col_dims, 0) :]))
+        cols = prod(input.shape[max(input.ndim - call.col_dims, 0) :])
+        is_large = routing.is_large_input(norm, input, cols, call.groups)
         is_small = "its operator is as quick where this norm stands alone"
     route = routing.route(leader(tensors), *tensors, is_large=is_large)
     if route == "kernels":

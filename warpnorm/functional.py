@@ -250,7 +250,7 @@ def group_norm(
         return _elsewhere(
             group_norm, (input, weight, bias), input, num_groups, weight, bias, eps, out=out, return_stats=return_stats
         )
-    if out is None and not return_stats and routing.takes_operators(input, None, GROUP_NORM):
+    if out is None and not return_stats and routing.takes_operators(input, None, GROUP_NORM, num_groups):
         try:
             if input.numel() > num_groups and (weight is not None or bias is None):
                 return torch.group_norm(input, num_groups, weight, bias, eps, False)
@@ -263,7 +263,7 @@ def group_norm(
     _check_tensors(name, input, channels, weight, bias, None, None, True, out)
     arguments.check_several(name, "value per group", input, input.shape[0] * channels // groups)
     dtype = arguments.output_dtype(name, input) if out is None else input.dtype
-    if takes_kernels(GROUP_NORM, input, weight, bias):
+    if takes_kernels(GROUP_NORM, input, weight, bias, groups=groups):
         output, mean, rstd = _by_channel_kernels(
             GROUP_NORM, input, groups, weight, bias, eps, out, dtype=dtype, key=seen
         )
@@ -293,7 +293,9 @@ def instance_norm(
     """
     is_plain = out is None and not return_stats and running_mean is None and running_var is None
     is_plain = is_plain and use_input_stats is True and not torch.compiler.is_compiling()
-    how = (instance_norm, GROUP_NORM, eps, 0, None)
+    has_channels = type(input) in routing.PLAIN_TYPES and not input.is_nested and input.ndim > 1
+    channels = input.shape[1] if has_channels else 0
+    how = (instance_norm, GROUP_NORM, eps, channels, None)
     seen = repeat_channels.again(*how, (input, weight, bias)) if is_plain else None
     if isinstance(seen, torch.Tensor):
         return seen
@@ -302,7 +304,7 @@ def instance_norm(
             instance_norm, (input, running_mean, running_var, weight, bias), input, running_mean, running_var, weight, bias,
             use_input_stats, momentum, eps, out=out, return_stats=return_stats,
         )  # fmt: skip
-    if out is None and not return_stats and routing.takes_operators(input, None, GROUP_NORM):
+    if out is None and not return_stats and routing.takes_operators(input, None, GROUP_NORM, channels):
         try:
             flags = (use_input_stats, momentum, eps, False)
             if use_input_stats:
@@ -323,7 +325,7 @@ def instance_norm(
     if not use_input_stats:
         return _by_running(input, running_mean, running_var, weight, bias, eps, out, return_stats, input.shape[0])
     count = arguments.check_several(name, "spatial element when training", input)
-    if takes_kernels(GROUP_NORM, input, weight, bias, running_mean, running_var):
+    if takes_kernels(GROUP_NORM, input, weight, bias, running_mean, running_var, groups=channels):
         norm = GROUP_NORM if running_mean is None else TRACKED_NORM
         output, *rows = _by_channel_kernels(norm, input, channels, weight, bias, eps, out, key=seen)
         mean, rstd, *variance = (row.view(-1, channels) for row in rows)
@@ -361,9 +363,11 @@ def _is_zero(weight_offset: float) -> bool:
     return type(weight_offset) is float and weight_offset == 0.0
 
 
-def takes_kernels(norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None, cols: int = 0) -> bool:
+def takes_kernels(
+    norm: Norm, input: torch.Tensor, *tensors: torch.Tensor | None, cols: int = 0, groups: int = 0
+) -> bool:
     """Whether kernels or native code run a norm alone; `cols` are those of a norm over rows."""
-    is_large = input.numel() > 0 and routing.is_large_input(norm, input, cols)
+    is_large = input.numel() > 0 and routing.is_large_input(norm, input, cols, groups)
     return routing.route(input, *tensors, is_large=is_large) != "reference" and input.numel() > 0
 
 

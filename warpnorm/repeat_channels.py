@@ -29,7 +29,7 @@ def again(kind: Any, norm: Norm, eps: Any, number: Any, momentum: Any, tensors: 
     if has_torch_function(given):
         return None
     input = tensors[0]
-    if not (getattr(input, "is_cuda", False) or settings.is_interpreting() or _is_large(norm, input)):
+    if not (getattr(input, "is_cuda", False) or settings.is_interpreting() or _is_large(norm, input, number)):
         return None
     if routing.is_seen_through(given):
         return None
@@ -54,10 +54,11 @@ def again(kind: Any, norm: Norm, eps: Any, number: Any, momentum: Any, tensors: 
         return key
 
 
-def _is_large(norm: Norm, input: Any) -> bool:
-    """Whether a batch or a sample on a CPU is worth native code, and a look at what was seen before."""
+def _is_large(norm: Norm, input: Any, number: Any) -> bool:
+    """Whether a batch or a sample on a CPU is worth native code, and a look at what was seen before. `number`: of groups, or
+    whatever that is of another norm."""
     is_there = isinstance(input, torch.Tensor) and input.is_cpu and input.ndim > 1 and input.numel() > 0
-    return is_there and routing.is_large_input(norm, input)
+    return is_there and routing.is_large_input(norm, input, groups=number)
 
 
 def _key(kind: Any, eps: Any, number: Any, momentum: Any, tensors: Sequence[Any]) -> Any:

@@ -141,6 +141,21 @@ def test_results_are_tensors_like_any() -> None:
     assert torch.equal(torch.from_numpy(y.numpy().copy()), y)
 
 
+def test_gradients_are_kept_too() -> None:
+    x, grad = source().requires_grad_(), source(1)
+    y = warpnorm.rms_norm(x, (COLS,))
+    for _ in range(3):
+        (found,) = torch.autograd.grad(y, x, grad, retain_graph=True)
+        address = found.data_ptr()
+        del found
+    assert idle() == SIZE
+    (found,) = torch.autograd.grad(y, x, grad)
+    assert found.data_ptr() == address
+    with settings.override(launcher="python"):
+        (expected,) = torch.autograd.grad(warpnorm.rms_norm(x, (COLS,)), x, grad)
+    assert torch.equal(found, expected)
+
+
 def test_several_threads_never_share_a_result() -> None:
     expected = {seed: by_launcher(seed).clone() for seed in range(4)}
     wrong: list[int] = []

@@ -96,6 +96,11 @@ def keeps(size: int) -> bool:
     return True
 
 
+def are_kept(sizes: Sequence[int]) -> bool:
+    """Whether the compiled launcher looks after results of so many bytes, as far as they are large."""
+    return all(size < LARGE or keeps(size) for size in sizes)
+
+
 def reuse(results: Sequence[torch.Tensor]) -> None:
     """Gives new results, which nobody has seen or written yet, the memory of earlier ones."""
     most = settings.current().keep_bytes

@@ -20,9 +20,6 @@ from warpnorm.space import Space
 # Elements for which a thread is woken: where every part has sums of its own, and where none has. There a row counts for
 # some more: LayerNorm of 256 x 64 takes 20 us by two threads and 30 by one
 PART, LONE_PART, OF_A_ROW = 1 << 15, 1 << 13, 64
-FEW_PARTS = (
-    8  # of a backward whose time in Python is worth saving; all of them have sums, however few threads there are
-)
 NO_FACTORS = (0.0, 0.0, 0.0)
 
 
@@ -160,8 +157,7 @@ class NativeForward(_Launch):
         """This call, of as many tensors, by the numbers that the compiled launcher knows them by, as it takes it, and that
         nothing is shared; nothing where it does not keep the memory of large results."""
         numel = self.space.rows * self.space.cols
-        sizes = [numel * output.dtype.itemsize for output in self.problem.outputs]
-        if self.takes_numbers or not all(size < memory.LARGE or memory.keeps(size) for size in sizes):
+        if self.takes_numbers or not memory.are_kept([numel * o.dtype.itemsize for o in self.problem.outputs]):
             return None
         if running and self.has_arrays:  # for which there may be no memory
             return None
@@ -217,12 +213,14 @@ class NativeBackward(_Launch):
             of.settle(partial, gradients[of.which])
 
     def described(self, operands: int) -> tuple[Any, ...] | None:
-        """This call as `NativeForward.described` has it, and the sizes of its partial sums: where it has few parts, and
-        its sums are those of columns, and few."""
-        problem, of_sums = self.problem, self.sums
+        """This call as `NativeForward.described` has it, by as many threads as there are now, and the sizes of its partial
+        sums: where these are of columns, and few."""
+        problem, of_sums, parts = self.problem, self.sums, self.parts(self.shared)
         if problem.norm.is_by_channel or self.takes_numbers or len(problem.given) != 1:
             return None
-        if self.most_parts > FEW_PARTS or self.most_parts * sum(of.width for of in of_sums) > SETTLED:
+        numel = self.space.rows * self.space.cols
+        sizes = [numel * problem.gradients[k].dtype.itemsize for k in problem.written]
+        if parts * sum(of.width for of in of_sums) > SETTLED or not memory.are_kept(sizes):
             return None
         if any(of.shape[0] or not of.width or problem.gradients[of.which].dtype not in KINDS for of in of_sums):
             return None
@@ -234,29 +232,20 @@ class NativeBackward(_Launch):
         )
         partials = range(gradients.stop, gradients.stop + len(of_sums))
         slots = (*read, grad, *(gradients[k] for k in problem.written), *statistics, *partials)
-        launches = [self._described(self.function, self.in_memory, self.most_parts, slots)]
+        launches = [self._described(self.function, self.in_memory, parts, slots)]
         if of_sums:
             pairs = [slot for k, of in enumerate(of_sums) for slot in (partials[k], gradients[of.which])]
-            before = self._described(build.Address.to(build.pool().clear), self.of_sums, 1, partials)
-            after = self._described(build.Address.to(build.pool().settle), self.of_sums, 1, pairs)
+            of_each = [n for of in of_sums for n in (of.width, KINDS[problem.gradients[of.which].dtype])]
+            numbers = (ctypes.c_int64 * (2 + len(of_each)))(len(of_sums), parts, *of_each)
+            before = self._described(build.Address.to(build.pool().clear), numbers, 1, partials)
+            after = self._described(build.Address.to(build.pool().settle), numbers, 1, pairs)
             launches = [before, *launches, after]
-        numbers = torch.float64.itemsize // problem.compute.itemsize
-        return tuple(self.most_parts * of.width * numbers for of in of_sums), tuple(launches), ((), 4, 0)
+        words = torch.float64.itemsize // problem.compute.itemsize
+        return tuple(parts * of.width * words for of in of_sums), tuple(launches), ((), 4, 0)
 
     def _described(self, function: int, numbers: Any, parts: int, slots: Sequence[int]) -> tuple[Any, ...]:
         addresses = map(build.Address.to, (_pool(), numbers, self.reals))
         return (function, *addresses, parts, 0.0, tuple((slot, 0) for slot in slots))
-
-    @cached_property
-    def most_parts(self) -> int:
-        """With any number of threads."""
-        return max(1, min(self.shared, self.space.rows * self.space.cols // PART))
-
-    @cached_property
-    def of_sums(self) -> Any:
-        of_each = [n for of in self.sums for n in (of.width, KINDS[self.problem.gradients[of.which].dtype])]
-        numbers = (len(self.sums), self.most_parts, *of_each)
-        return (ctypes.c_int64 * len(numbers))(*numbers)
 
     @cached_property
     def reals(self) -> Any:

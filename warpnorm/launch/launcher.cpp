@@ -587,7 +587,7 @@ variable_list backward_by_python(
 
 variable_list run_backward(
     const Entry& entry, const Backward& backward, const variable_list& saved, const at::Tensor& grad, size_t count,
-    void* stream) {
+    void* stream, size_t kept) {
   std::vector<void*> pointers;
   pointers.reserve(2 * MOST_OPERANDS);
   for (const auto& t : saved) pointers.push_back(const_cast<void*>(t.const_data_ptr()));
@@ -595,7 +595,8 @@ variable_list run_backward(
   variable_list gradients(count);
   for (const auto i : backward.wanted) {
     auto& gradient = gradients[entry.saved[i]];
-    gradient = entry.has_formats ? at::empty_like(saved[i]) : empty(saved[i].sizes(), saved[i].scalar_type(), grad);
+    gradient = entry.has_formats ? at::empty_like(saved[i])
+                                 : new_output({saved[i].sizes().vec(), {}, saved[i].scalar_type()}, grad, kept);
     pointers.push_back(gradient.mutable_data_ptr());
   }
   const auto itemsize = static_cast<int64_t>(c10::elementSize(entry.compute));
@@ -657,6 +658,7 @@ struct Normalization : torch::autograd::Function<Normalization> {
       int64_t mask = 0;
       for (const auto i : wanted) mask |= int64_t{1} << i;
       key.add(mask);
+      if (grads[0].is_cpu()) key.add(at::get_num_threads());  // who have sums of their own
       bool is_dense = key.add(grads[0]);
       for (const auto& t : saved) is_dense = is_dense && key.add(t);  // which may come back with other strides, or freed
       if (!is_dense || key.is_full) key.size = 0;
@@ -669,8 +671,9 @@ struct Normalization : torch::autograd::Function<Normalization> {
     }
     if (backward != nullptr) {
       try {
+        const auto kept = grads[0].is_cpu() ? kept_now() : 0;
         pybind11::gil_scoped_release no_gil;
-        return run_backward(entry, *backward, saved, grads[0], count, *stream);
+        return run_backward(entry, *backward, saved, grads[0], count, *stream, kept);
       } catch (const Refused&) {
         entry.is_refused = true;
       }

@@ -401,6 +401,7 @@ def _smaller(shape: tuple[int, ...], divisor: int) -> tuple[int, ...]:
 
 LARGE = (4096, 4096), "far larger than any cache"
 SMALL = (((64, 1024), "a small batch"), ((8, 64), "nothing but the cost of a call"))
+ENCODER = (4096, 768), "eight sentences in an encoder: narrow rows, in a cache"
 CPU_MODULES = 8  # times fewer samples, or rows, than on a GPU
 CPU_IMAGES = (32, 64, 56, 56), "the second stage of a small ResNet"
 
@@ -414,7 +415,10 @@ def cpu_cases(is_quick: bool) -> tuple[BenchCase, ...]:
         for workload in (*PLAIN, *(workload for workload, _ in FUSED)):
             for dtype in (single, half):
                 found.append(BenchCase(workload, direction, _smaller(shape, divisor), dtype, why))
-        for workload in (BATCH, ADD_BATCH_RELU, GROUP, GROUP_SILU):
+        for workload in PLAIN:
+            for dtype in (single, half):
+                found.append(BenchCase(workload, direction, _smaller(ENCODER[0], divisor), dtype, ENCODER[1]))
+        for workload in (BATCH, ADD_BATCH_RELU, GROUP, GROUP_SILU, INSTANCE):
             for layout in (NCHW, NHWC):
                 found.append(BenchCase(workload, direction, _smaller(images, divisor), single, why_images, layout))
         for workload in PLAIN:

@@ -187,6 +187,12 @@ STANDING_ALONE: dict[str, tuple[Any, tuple[Any, ...], bool]] = {
     "group_large": (warpnorm.nn.GroupNorm(8, 64), (LARGE,), True),
     "group_last": (warpnorm.nn.GroupNorm(8, 64), (LARGE.to(memory_format=torch.channels_last),), False),
     "instance_medium": (warpnorm.nn.InstanceNorm2d(64), (IMAGES,), True),
+    "instance_last": (warpnorm.nn.InstanceNorm2d(64), (IMAGES.to(memory_format=torch.channels_last),), True),
+    "instance_last_small": (
+        warpnorm.nn.InstanceNorm2d(64),
+        (IMAGES[..., :32, :32].to(memory_format=torch.channels_last),),
+        False,
+    ),
     "group_of_one": (warpnorm.nn.GroupNorm(64, 64), (IMAGES,), True),
     "instance": (warpnorm.nn.InstanceNorm2d(64, track_running_stats=True), (LARGE,), True),
     "fused": (warpnorm.fuse(warpnorm.layer_norm), (torch.ones(64, 512), (512,)), True),

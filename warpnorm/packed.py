@@ -145,7 +145,7 @@ class PackedNorm(torch.autograd.Function):
             return None, None, *_by_definition(seen.call.eps, seen.sizes, (x, *weights), grads, needed)
         grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if routing.is_native(x.device):
-            pipeline.reuse_memory((grad_x,))
+            pipeline.reuse_memory((grad_x,), seen.call)
         rstd = rstd.view(-1, sum(seen.sizes))
         found: list[torch.Tensor | None] = []
         start = 0

@@ -311,7 +311,7 @@ def empty_outputs(
 ) -> tuple[torch.Tensor, ...]:
     outputs = tuple([empty_output(call, operands, shape, dtype, device) for dtype in call.outputs])
     if routing.is_native(device):
-        reuse_memory(outputs)
+        reuse_memory(outputs, call)
     return outputs
 
 
@@ -321,15 +321,15 @@ def empty_gradients(
     empty = torch.empty_like if call.norm.is_by_channel else _empty_contiguous
     gradients = tuple([empty(o, dtype=d) for o, d in zip(operands, dtypes, strict=True)])
     if gradients and routing.is_native(gradients[0].device):
-        reuse_memory(gradients)
+        reuse_memory(gradients, call)
     return gradients
 
 
-def reuse_memory(results: Sequence[torch.Tensor]) -> None:
+def reuse_memory(results: Sequence[torch.Tensor], call: Call) -> None:
     """Of earlier results on a CPU, for new ones."""
     from warpnorm.cpu import memory
 
-    memory.reuse(results)
+    memory.reuse(results, call.norm.is_by_channel)
 
 
 def _empty_contiguous(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

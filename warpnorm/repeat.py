@@ -352,7 +352,7 @@ class Backwards:
     def _empty(self, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         result = torch.empty_like(like, dtype=dtype) if self.call.norm.is_by_channel else _empty(like, dtype)
         if self.is_native:
-            pipeline.reuse_memory((result,))
+            pipeline.reuse_memory((result,), self.call)
         return result
 
 

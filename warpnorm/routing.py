@@ -102,9 +102,10 @@ def is_large_input(norm: Norm, input: torch.Tensor, cols: int = 0, groups: int =
 def is_short(shape: Any) -> bool:
     """Whether rows of so many columns are PyTorch's operator's on a CPU. Asked before anything else, which would take half
     as long as that."""
-    is_one = type(shape) in (tuple, torch.Size, list) and len(shape) == 1 and type(shape[0]) is int
-    is_short = is_one and (shape[0] <= SMALL_ROW or (shape[0] <= SMALL_LONE_ROW and not has_launcher()))
-    return is_short and settings.current().route == "auto"
+    if type(shape) not in (tuple, torch.Size, list) or len(shape) != 1 or type(shape[0]) is not int:
+        return False
+    is_operators = shape[0] <= SMALL_ROW or (shape[0] <= SMALL_LONE_ROW and not has_launcher())
+    return is_operators and settings.current().route == "auto"
 
 
 def takes_operators(
@@ -129,11 +130,11 @@ def takes_operators(
 
 
 def is_long(norm: Norm, cols: int) -> bool:
-    """Whether native code is worth a row of a norm that stands alone. A compiler writes its own code for layer_norm, but for
-    nothing of an export's."""
+    """Whether native code is worth a row of a norm that stands alone. A compiler writes its own code for layer_norm, and
+    what an export becomes does not hang on the machine."""
     if not norm.is_centered or cols <= SMALL_ROW or cols > SMALL_LONE_ROW:
         return cols > _small_row()
-    return not (torch.compiler.is_compiling() and not torch.compiler.is_exporting()) and has_launcher()
+    return not torch.compiler.is_compiling() and has_launcher()
 
 
 def _small_row() -> int:

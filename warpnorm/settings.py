@@ -12,6 +12,7 @@ from warpnorm.errors import SettingError
 ROUTES = ("auto", "kernels", "native", "reference")
 LAUNCHERS = ("auto", "compiled", "python")
 KEEP_MB = 256
+MOST_KEPT = 1 << 62  # bytes; more is as much
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -76,7 +77,8 @@ def _read() -> Settings:
     if launcher not in LAUNCHERS:
         raise SettingError(f"WARPNORM_LAUNCHER is {launcher!r}, but must be one of {', '.join(LAUNCHERS)}")
     return Settings(
-        route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"), keep_bytes=int(keep) << 20,
+        route=route, cache_dir=Path(root), compiler=os.environ.get("WARPNORM_CC"),
+        keep_bytes=min(int(keep) << 20, MOST_KEPT),
         launcher=launcher, cxx_compiler=os.environ.get("WARPNORM_CXX"),
     )  # fmt: skip
 
@@ -98,6 +100,9 @@ def override(**changes: Any) -> Iterator[Settings]:
         raise SettingError(f"route is {changes['route']!r}, but must be one of {', '.join(ROUTES)}")
     if changes.get("launcher", "auto") not in LAUNCHERS:
         raise SettingError(f"launcher is {changes['launcher']!r}, but must be one of {', '.join(LAUNCHERS)}")
+    keep = changes.get("keep_bytes", 0)
+    if type(keep) is not int or not 0 <= keep <= MOST_KEPT:
+        raise SettingError(f"keep_bytes is {keep!r}, but must be a number of bytes, 0 to keep none")
     _current = _same(replace(before, **changes))
     try:
         yield _current

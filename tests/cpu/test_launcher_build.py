@@ -40,6 +40,17 @@ def test_a_compiler_that_refuses(refusing: str, tmp_path: Path) -> None:
     assert not [path.name for path in (tmp_path / "cache").iterdir() if path.name.startswith("build-")]
 
 
+def test_short_rows_are_pytorchs_where_building_failed(refusing: str, tmp_path: Path) -> None:
+    """From the next process on: the bits of a row stay the same within one."""
+    asked = "from warpnorm.launch import launcher; before = launcher.can_be_built()\n"
+    again = "assert launcher.can_be_built() is before; print(before)"
+    failing = asked + "from warpnorm import repeat; assert 'not today' in repeat.prepare_launcher()\n" + again
+    for expected in ("True", "False"):
+        assert run(failing, tmp_path / "cache", WARPNORM_CXX=refusing).stdout.strip() == expected
+    os.utime(refusing, (0, 0))
+    assert run(asked + again, tmp_path / "cache", WARPNORM_CXX=refusing).stdout.strip() == "True", "another compiler"
+
+
 def test_no_compiler(tmp_path: Path) -> None:
     done = run(CALLS, tmp_path, WARPNORM_LAUNCHER="compiled", WARPNORM_CXX="")
     assert "WARPNORM_CXX is empty, which means none" in done.stderr

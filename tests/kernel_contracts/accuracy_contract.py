@@ -21,6 +21,9 @@ VALUES = {
     "constant_rows": lambda x: x[:, :1].expand_as(x).contiguous(),  # the variance is zero
     "huge": lambda x: x * 3e16,  # the sum of squares near the end of float32; past it PyTorch overflows too
     "tiny": lambda x: x * 1e-18,  # squares below the smallest float32
+    "first_columns_apart": lambda x: torch.cat(
+        (x[:, :16] + 100, x[:, 16:]), 1
+    ),  # a pivot among them is far from the mean
     "mixed_scales": lambda x: x * torch.logspace(-6, 6, x.shape[0], dtype=x.dtype, device=x.device)[:, None],
 }
 

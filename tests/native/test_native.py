@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 
 import warpnorm
+from kernel_contracts.running import check_accuracy
 from warpnorm import pipeline, settings
 from warpnorm.cpu import build, run
+from warpnorm.norms import LAYER_NORM
 
 
 def fused(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -69,6 +71,20 @@ def test_short_rows_have_the_bits_of_any_batch(dtype: torch.dtype, cols: int) ->
             every = function(x, r, w)
             for first, last in ((0, 1), (3, 5), (7, 14), (1, 41)):
                 assert torch.equal(function(x[first:last], r[first:last], w), every[first:last])
+
+
+@pytest.mark.parametrize("cols", [100, 512, 768, 1000, 1024, 2048])
+@pytest.mark.parametrize("values", [3.0, 100.0, 1e4])
+def test_the_first_columns_may_be_far_from_the_others(values: float, cols: int) -> None:
+    """Deviations are taken from their mean first, and would cancel out."""
+
+    def make(seed: int) -> torch.Tensor:
+        x = torch.randn(50, cols, generator=torch.Generator().manual_seed(seed))
+        x[:, :16] += values
+        return x
+
+    with settings.override(route="native"):
+        check_accuracy(LAYER_NORM, 1, make)
 
 
 def test_several_python_threads_at_a_time() -> None:

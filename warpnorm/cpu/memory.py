@@ -80,19 +80,22 @@ if hasattr(os, "register_at_fork"):
 
 
 keeper: Any = None  # the compiled launcher's module
-_is_told = False
+_told: int | None = None  # how many bytes may be kept
 
 
 def keeps(size: int) -> bool:
     """Whether the compiled launcher looks after a large result of so many bytes."""
-    global _is_told
+    global _told
     now = settings.current()
     if keeper is None or now.launcher == "python" or size > now.keep_bytes:
         return False
-    if not _is_told:
-        _is_told = True
-        keeper.look_after(LARGE, build.Address.to(build.pool().ask_for_huge_pages))
-        release()
+    if _told != now.keep_bytes:
+        if _told is None:
+            keeper.look_after(LARGE, build.Address.to(build.pool().ask_for_huge_pages))
+        _told = now.keep_bytes
+        keeper.release(_told)
+    if _kept:
+        _release()
     return True
 
 
@@ -101,15 +104,16 @@ def are_kept(sizes: Sequence[int]) -> bool:
     return all(size < LARGE or keeps(size) for size in sizes)
 
 
-def reuse(results: Sequence[torch.Tensor]) -> None:
-    """Gives new results, which nobody has seen or written yet, the memory of earlier ones."""
+def reuse(results: Sequence[torch.Tensor], is_scattered: bool = False) -> None:
+    """Gives new results, which nobody has seen or written yet, the memory of earlier ones. `is_scattered`: threads will
+    write here and there."""
     most = settings.current().keep_bytes
     for result in results:
         size = result.nbytes
         if not LARGE <= size <= most:
             continue
         if keeps(size):
-            keeper.reuse(result, most)
+            keeper.reuse(result, most, is_scattered)
         elif _can_count() and not _is_filled() and not _is_given(result, size):
             _keep(result.untyped_storage(), size, most)
 
@@ -171,7 +175,15 @@ def release() -> None:
     """Gives the memory of results that are gone back to the system."""
     if keeper is not None:
         keeper.release(0)
-    with _lock:
+    _release()
+
+
+def _release() -> None:
+    if not _lock.acquire(blocking=False):
+        return
+    try:
         before = _kept[:]
         _kept.clear()
+    finally:
+        _lock.release()
     del before

@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -19,6 +20,7 @@
 #include <vector>
 
 #include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/ops/empty.h>
@@ -200,7 +202,7 @@ struct Keeper {
   std::mutex lock;
   Blocks idle;  // the one that was used last is the last
   size_t bytes = 0;  // of these
-  size_t large = 0;  // bytes from which a result is large; none: nobody said
+  std::atomic<size_t> large{0};  // bytes from which a result is large; none: nobody said
   void (*ask)(void*, int64_t, int64_t) = nullptr;  // for huge pages, which so many threads share
 
   static Keeper& all() {
@@ -208,22 +210,25 @@ struct Keeper {
     return *keeper;
   }
 
+  static c10::Allocator* allocator();
+
   bool takes(size_t size, size_t most) const {
     const auto& context = at::globalContext();
     const bool is_filled = context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
     return large != 0 && size >= large && size <= most && !is_filled;
   }
 
-  c10::Storage storage(size_t size, size_t most) {
+  /* `parts` threads share the pages where these are fresh. */
+  c10::Storage storage(size_t size, size_t most, int64_t parts) {
     auto block = kept(size);
     if (block == nullptr) {
       block = std::make_unique<Block>(Block{c10::GetCPUAllocator()->allocate(size), size, most});
-      ask(block->memory.get(), static_cast<int64_t>(size), at::get_num_threads());
+      ask(block->memory.get(), static_cast<int64_t>(size), parts);
     }
     block->most = most;
     void* data = block->memory.get();
     c10::DataPtr memory(data, block.release(), &Keeper::take_back, c10::Device(c10::DeviceType::CPU));
-    return c10::Storage(c10::Storage::use_byte_size_t(), size, std::move(memory), c10::GetCPUAllocator(), true);
+    return c10::Storage(c10::Storage::use_byte_size_t(), size, std::move(memory), allocator(), true);
   }
 
   std::unique_ptr<Block> kept(size_t size) {
@@ -257,6 +262,21 @@ struct Keeper {
     }
   }
 };
+
+/* Of storages with such memory: PyTorch's, which knows that this may be shared until it is written. */
+struct KeptAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override { return c10::GetCPUAllocator()->allocate(size); }
+  c10::DeleterFnPtr raw_deleter() const override { return c10::GetCPUAllocator()->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t size) const override { default_copy_data(to, from, size); }
+  bool is_simple_data_ptr(const c10::DataPtr& data) const override {
+    return data.get_deleter() == &Keeper::take_back || c10::Allocator::is_simple_data_ptr(data);
+  }
+};
+
+c10::Allocator* Keeper::allocator() {
+  static auto* kept = new KeptAllocator();
+  return kept;
+}
 
 at::Tensor new_mailbox(const std::vector<int64_t>& sizes, const at::Tensor& beside);
 at::Tensor new_lender(const at::Tensor& beside);
@@ -509,19 +529,24 @@ size_t kept_now() {
   static PyObject* const name = PyUnicode_InternFromString("keep_bytes");
   THPObjectPtr bytes(PyObject_GetAttr(settings_now(), name));
   if (!bytes) raise();
-  return PyLong_AsSize_t(bytes.get());
+  const auto kept = PyLong_AsSize_t(bytes.get());
+  if (PyErr_Occurred()) raise();
+  return kept;
 }
 
-at::Tensor new_output(const Entry::Output& output, const at::Tensor& beside, size_t kept) {
+/* `is_scattered`: threads will write here and there. */
+at::Tensor new_output(const Entry::Output& output, const at::Tensor& beside, size_t kept, bool is_scattered) {
   const auto& [sizes, strides, dtype] = output;
   auto& keeper = Keeper::all();
-  const auto size = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(dtype);
+  const auto itemsize = c10::elementSize(dtype);
+  const auto size = strides.empty() ? at::detail::computeStorageNbytesContiguous(sizes, itemsize)
+                                    : at::detail::computeStorageNbytes(sizes, strides, itemsize);
   if (!beside.is_cpu() || !keeper.takes(size, kept)) {
     const auto options = at::TensorOptions().dtype(dtype).device(beside.device());
     return strides.empty() ? at::empty(sizes, options) : at::empty_strided(sizes, strides, options);
   }
   auto made = at::detail::make_tensor<c10::TensorImpl>(
-      keeper.storage(size, kept), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+      keeper.storage(size, kept, is_scattered ? at::get_num_threads() : 1), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
   if (strides.empty()) made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   else made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return made;
@@ -541,7 +566,7 @@ variable_list run_forward(const Run& run, at::TensorList operands, const std::ve
   for (const auto i : entry.written) pointers[i] = operands[i].mutable_data_ptr();  // of no memory that others have, too
   variable_list outputs;
   for (const auto& output : entry.outputs) {
-    outputs.push_back(new_output(output, operands[0], run.kept));
+    outputs.push_back(new_output(output, operands[0], run.kept, entry.has_formats));
     pointers.push_back(outputs.back().mutable_data_ptr());
   }
   for (const auto& t : statistics) pointers.push_back(t.mutable_data_ptr());
@@ -596,7 +621,7 @@ variable_list run_backward(
   for (const auto i : backward.wanted) {
     auto& gradient = gradients[entry.saved[i]];
     gradient = entry.has_formats ? at::empty_like(saved[i])
-                                 : new_output({saved[i].sizes().vec(), {}, saved[i].scalar_type()}, grad, kept);
+                                 : new_output({saved[i].sizes().vec(), {}, saved[i].scalar_type()}, grad, kept, false);
     pointers.push_back(gradient.mutable_data_ptr());
   }
   const auto itemsize = static_cast<int64_t>(c10::elementSize(entry.compute));
@@ -934,22 +959,27 @@ PyObject* look_after(PyObject*, PyObject* args) {
   unsigned long long large, ask;
   if (!PyArg_ParseTuple(args, "KK", &large, &ask)) return nullptr;
   auto& keeper = Keeper::all();
-  keeper.ask = reinterpret_cast<decltype(keeper.ask)>(ask), keeper.large = static_cast<size_t>(large);
+  keeper.ask = reinterpret_cast<decltype(keeper.ask)>(ask);
+  keeper.large = static_cast<size_t>(large);  // who sees it sees the function too
   Py_RETURN_NONE;
 }
 
-/* (tensor, bytes that may be kept): gives a new tensor, which nobody has seen or written yet, memory that was kept, if it is
-   large. */
+/* (tensor, bytes that may be kept, whether threads will write here and there): gives a new tensor, which nobody has seen or
+   written yet, memory that was kept, if it is large. */
 PyObject* reuse(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject* given;
   unsigned long long most;
-  if (!PyArg_ParseTuple(args, "OK", &given, &most)) return nullptr;
+  int is_scattered;
+  if (!PyArg_ParseTuple(args, "OKp", &given, &most, &is_scattered)) return nullptr;
   const auto& tensor = THPVariable_Unpack(given);
   const auto size = tensor.storage().nbytes();
   auto& keeper = Keeper::all();
-  if (keeper.takes(size, static_cast<size_t>(most)))
-    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(keeper.storage(size, static_cast<size_t>(most)));
+  if (keeper.takes(size, static_cast<size_t>(most))) {
+    pybind11::gil_scoped_release no_gil;  // pages take long
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(
+        keeper.storage(size, static_cast<size_t>(most), is_scattered ? at::get_num_threads() : 1));
+  }
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
@@ -961,14 +991,15 @@ PyObject* has(PyObject*, PyObject* given) {
   END_HANDLE_TH_ERRORS
 }
 
-/* (most): lets go of what is kept beyond so many bytes; how many are left. */
+/* (most): lets go of what is kept beyond so many bytes; how many are left, unless another thread is here. */
 PyObject* release(PyObject*, PyObject* args) {
   unsigned long long most;
   if (!PyArg_ParseTuple(args, "K", &most)) return nullptr;
   auto& keeper = Keeper::all();
   Keeper::Blocks gone;
   const std::unique_lock<std::mutex> guard(keeper.lock, std::try_to_lock);
-  if (guard.owns_lock()) keeper.leave(static_cast<size_t>(most), gone);
+  if (!guard.owns_lock()) Py_RETURN_NONE;
+  keeper.leave(static_cast<size_t>(most), gone);
   return PyLong_FromSize_t(keeper.bytes);
 }
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_loader
@@ -128,8 +128,10 @@ def _start(set_up: Callable[[Any], None]) -> None:
                 _make(path, command, set_up)
             except OSError:  # a read-only or full home, or one that is deleted meanwhile
                 _make(folder.private() / "launcher.so", command, set_up)
+            _mark(path, None)
         except Exception as error:  # nobody would see it
             why_not = f"{found} does not build it: {error}"
+            _mark(path, found)
 
     _thread = threading.Thread(target=work, name="warpnorm launcher", daemon=True)
     _thread.start()
@@ -145,13 +147,35 @@ def _make(path: Path, command: Sequence[str], set_up: Callable[[Any], None]) -> 
 
 
 def can_be_built() -> bool:
-    """Whether the settings want it, and there is what it takes: once for each settings, as every short row asks."""
+    """Whether the settings want it, there is what it takes, and no process has failed: once for each settings, as every
+    short row asks."""
     global _asked
     now = settings.current()
     if _asked[0] is not now:
-        has_tools = sys.platform == "linux" and compiler() is not None and all(map(Path.exists, _headers()))
-        _asked = now, now.launcher != "python" and has_tools
+        found = compiler() if sys.platform == "linux" and now.launcher != "python" else None
+        _asked = now, found is not None and all(map(Path.exists, _headers())) and not _has_failed(found)
     return _asked[1]
+
+
+def _mark(path: Path, compiler: str | None) -> None:
+    """Beside the library: which compiler did not build it."""
+    with suppress(OSError):
+        mark = path.with_suffix(".failed")
+        if compiler is None:
+            mark.unlink(missing_ok=True)
+        else:
+            mark.write_text(_identity(compiler))
+
+
+def _has_failed(compiler: str) -> bool:
+    try:
+        return library().with_suffix(".failed").read_text() == _identity(compiler)
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _identity(compiler: str) -> str:
+    return f"{os.path.realpath(compiler)} {os.stat(compiler).st_mtime_ns}"
 
 
 def _headers() -> tuple[Path, ...]:

@@ -92,8 +92,9 @@ def is_large_input(norm: Norm, input: torch.Tensor, cols: int = 0, groups: int =
         return input.ndim > 2 and is_quicker and is_large(norm, input.shape, cols)
     if norm != GROUP_NORM:
         return False
+    # Of which a compiler writes its own code for smaller samples
     is_lone = input.ndim > 1 and groups == input.shape[1] and not torch.compiler.is_compiling()
-    if input.is_contiguous():  # a compiler writes its own code for the smaller ones
+    if input.is_contiguous():
         return input.numel() > (SMALL_SAMPLE if is_lone else LONE_SAMPLE) * input.shape[0]
     is_last = input.ndim in LAST and input.is_contiguous(memory_format=LAST[input.ndim])
     return is_lone and is_last and input.numel() > LAST_SAMPLE * input.shape[0]

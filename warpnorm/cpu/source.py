@@ -130,7 +130,7 @@ class _Rows(Writer):
         """The first few values of a row may be far from the others. Then its first block's deviations cancel out: they are
         taken anew, from its mean. Those of later blocks are from the mean of what was before."""
         self.add("const double beside = off / (double)(stop - start);")
-        self.add(f"if ({is_later} || !(2 * off * beside > squares)) break;")
+        self.add(f"if (turn > 0 || {is_later} || !(2 * off * beside > squares)) break;")
         self.add(f"pivot = ({self.type})((double)pivot + beside);", "off = squares = 0;", "}")
 
     def drawn_before(self, lines: Sequence[str]) -> tuple[list[str], list[tuple[str, str, str]]]:

@@ -546,7 +546,8 @@ at::Tensor new_output(const Entry::Output& output, const at::Tensor& beside, siz
     return strides.empty() ? at::empty(sizes, options) : at::empty_strided(sizes, strides, options);
   }
   auto made = at::detail::make_tensor<c10::TensorImpl>(
-      keeper.storage(size, kept, is_scattered ? at::get_num_threads() : 1), c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
+      keeper.storage(size, kept, is_scattered ? at::get_num_threads() : 1),
+      c10::DispatchKeySet(c10::DispatchKey::CPU), c10::scalarTypeToTypeMeta(dtype));
   if (strides.empty()) made.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   else made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return made;

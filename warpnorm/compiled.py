@@ -432,7 +432,7 @@ def _effect(captured: fusion.Captured, places: Sequence[int]) -> tuple[int, int,
 
 
 def _view(operand: Any) -> View:
-    return View(tuple(operand.shape), tuple(operand.stride()), operand.dtype, True)
+    return View(tuple(operand.shape), tuple(operand.stride()), operand.dtype)
 
 
 def _move(move: Any) -> tuple[str, tuple[Any, ...], int | None]:

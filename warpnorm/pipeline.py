@@ -357,7 +357,7 @@ def takes_views(call: Call, views: tuple[View, ...], operands: Tensors) -> bool:
     """The same of tensors without memory."""
     shape = shape_of(views)
     outputs = (empty_output(call, operands, shape, d, torch.device("meta")) for d in call.outputs)
-    return _takes(call, (*views, *(View(tuple(o.shape), o.stride(), o.dtype, True) for o in outputs)))
+    return _takes(call, (*views, *(View(tuple(o.shape), o.stride(), o.dtype) for o in outputs)))
 
 
 @lru_cache(maxsize=4096)

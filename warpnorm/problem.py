@@ -26,6 +26,8 @@ BY_ROW = (FULL, GROUP, ROW, GROUP_SCALAR)  # not the same for all rows
 ALONG = (ROW, GROUP_SCALAR)  # of these, the same for all columns
 
 VECTOR_BYTES = 16  # the widest load or store of one thread
+NEIGHBOURS = (8, 4, 2)  # elements
+ALIGNMENTS = (VECTOR_BYTES, 8, 4)  # of addresses, as far as it makes a difference
 LOWEST_ADDRESS = 1 << 40
 SHARED_CLASS = 8192  # columns above which programs share rows as a rule
 LARGEST_CLASS = 1 << 30  # column counts above it need 64-bit column offsets
@@ -176,22 +178,29 @@ def address_of(tensor: torch.Tensor) -> int:
     return address
 
 
+def alignment_of(tensor: torch.Tensor) -> int:
+    """Bytes that its address is a multiple of, as far as it makes a difference."""
+    address = address_of(tensor)
+    return next((size for size in ALIGNMENTS if address % size == 0), 1)
+
+
 class View(NamedTuple):
-    """The exact layout of one tensor; a number is a view without shape, strides or pointer."""
+    """The exact layout of one tensor; a number is a view without shape, strides or pointer. `alignment` is that of its
+    address, in bytes."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: torch.dtype
-    is_aligned: bool
+    alignment: int = VECTOR_BYTES  # as what PyTorch allocates has
 
     @staticmethod
     def of(tensor: "torch.Tensor | float") -> "View":
         if not isinstance(tensor, torch.Tensor):
             return NUMBERS[type(tensor)]
-        return View(tensor.shape, tensor.stride(), tensor.dtype, address_of(tensor) % VECTOR_BYTES == 0)
+        return View(tensor.shape, tensor.stride(), tensor.dtype, alignment_of(tensor))
 
 
-NUMBERS = {float: View((), (), torch.float32, True), int: View((), (), torch.int64, True)}
+NUMBERS = {float: View((), (), torch.float32), int: View((), (), torch.int64)}
 
 
 class Stride(NamedTuple):
@@ -212,7 +221,7 @@ class Operand:
     axes: str
     row_strides: tuple[Stride, ...]
     col_strides: tuple[Stride, ...]
-    is_aligned: bool
+    alignment: int
     varies: bool = False
     is_flat: bool = False
 
@@ -232,7 +241,7 @@ class Operand:
 
     def _has_vectors(self, along: Stride, others: tuple[Stride, ...], size: int) -> bool:
         are_whole = all(s.literal == 0 or s.divisor * self.dtype.itemsize >= size for s in others)
-        return self.is_aligned and along.literal == 1 and are_whole
+        return self.alignment >= size and along.literal == 1 and are_whole
 
 
 def is_varying(operand: Operand) -> bool:
@@ -314,6 +323,16 @@ class Problem:
     def eighths(self) -> int:
         """Of `cols_class`, that the columns take."""
         return -(-self.width // max(self.cols_class // 8, 1))
+
+    @cached_property
+    def neighbours(self) -> int:
+        """Elements that a thread may move at once, of each operand by at most 16 bytes, wherever a row begins."""
+        return next((count for count in NEIGHBOURS if self._has_neighbours(count)), 1)
+
+    def _has_neighbours(self, count: int) -> bool:
+        sizes = [min(count * o.dtype.itemsize, VECTOR_BYTES) for o in self.varying]
+        are_whole = all(o.has_vectors_of(size) for o, size in zip(self.varying, sizes, strict=True))
+        return are_whole and self.cols_divisor >= count
 
     @property
     def has_vectors(self) -> bool:

@@ -16,7 +16,7 @@ from warpnorm.launch import launcher
 from warpnorm.launch.autograd import RepeatedNormalization, are_batched, gradients_of, is_differentiated
 from warpnorm.launch.lasting import LARGEST_LOAN, lasting, new_lender
 from warpnorm.norms import LAYER_NORM, Norm
-from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, VECTOR_BYTES, Call, Running, View, address_of
+from warpnorm.problem import COLUMN, FULL, NUMBER, SCALAR, Call, Running, View, alignment_of
 from warpnorm.reference import Affine, Itself
 from warpnorm.settings import Settings
 from warpnorm.trace.arrange import spread
@@ -208,8 +208,7 @@ def _key(norm: Norm, input: Any, shape: Any, weight: Any, bias: Any, eps: float 
 
 
 def layout(tensor: torch.Tensor) -> Any:
-    is_aligned = address_of(tensor) % VECTOR_BYTES == 0
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, is_aligned
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, alignment_of(tensor)
 
 
 def has_hooks() -> bool:

@@ -12,6 +12,7 @@ import torch
 
 from warpnorm.norms import CHANNEL, GROUPS, Norm
 from warpnorm.problem import (
+    ALIGNMENTS,
     ALONG,
     COLUMN,
     FULL,
@@ -187,8 +188,20 @@ def _describe(
 ) -> Space:
     shape = shape_of(views[: len(call.axes)])
     if not call.norm.is_by_channel:
-        return describe(views, axes, shape, call.col_dims, grouped_from)
+        space = describe(views, axes, shape, call.col_dims, grouped_from)
+        return space._replace(operands=tuple(_as_aligned_as_rows(o, space.cols_divisor) for o in space.operands))
     return describe_lines(call, views, axes, shape, is_along)
+
+
+def _as_aligned_as_rows(operand: Operand, cols_divisor: int) -> Operand:
+    """Of a norm over rows: the first is taken to begin no better than all of them do, so that a problem does not hang on
+    which one it is."""
+    if operand.col_strides[-1].literal != 1:
+        return operand
+    others = [s.divisor for s in (*operand.row_strides, *operand.col_strides[:-1]) if s.literal != 0]
+    size = min(cols_divisor, *others, VECTOR_BYTES) * operand.dtype.itemsize
+    found = min(operand.alignment, size if size >= ALIGNMENTS[-1] else 1)
+    return operand if operand.alignment == found else replace(operand, alignment=found)
 
 
 def describe_lines(
@@ -235,7 +248,7 @@ def describe_lines(
             masks = [(*m, all(m)) for m in masks]
     order = [*lines, *inner]
     placed = [
-        View(tuple(sizes[d] for d in order), tuple(s[d] for d in order), v.dtype, v.is_aligned)
+        View(tuple(sizes[d] for d in order), tuple(s[d] for d in order), v.dtype, v.alignment)
         for v, s in zip(views, strides, strict=True)
     ]
     own: list[Axes] = [a if a == NUMBER else tuple(m[d] for d in order) for a, m in zip(axes, masks, strict=True)]
@@ -340,7 +353,7 @@ def describe(
             NUMBER if a == NUMBER else _class(row_mask, col_mask),
             tuple(classify(stride, view.dtype.itemsize) for stride in by_row),
             tuple(classify(stride, view.dtype.itemsize) for stride in by_col),
-            view.is_aligned,
+            view.alignment,
             _class(row_mask, col_mask) in TILES or (any(mask[:row_dims]) and any(mask[row_dims:])),
         )
         for view, a, mask, by_row, by_col, row_mask, col_mask in zip(
@@ -421,7 +434,7 @@ def fresh(view: View, norm: Norm) -> View:
             strides = torch.empty_like(torch.empty_strided(view.shape, view.strides, device="meta")).stride()
     else:
         strides = torch.empty(view.shape, device="meta").stride()
-    return View(view.shape, strides, dtype, True)
+    return View(view.shape, strides, dtype)
 
 
 def _is_dense(view: View) -> bool:

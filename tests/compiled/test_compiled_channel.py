@@ -42,9 +42,9 @@ class Case:
         memory_format = torch.channels_last if self.is_last else torch.contiguous_format
         strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
         of_channel = dtype if self.norm is GROUP_NORM else torch.float32
-        parameter = View((shape[1], 1, 1), (1, 1, 1), of_channel, True)
+        parameter = View((shape[1], 1, 1), (1, 1, 1), of_channel)
         epilogue: Any = FixedAffine(1e-5, True, True) if self.norm is FIXED_NORM else Affine(True, True)
-        views = (View(shape, strides, dtype, True), *[parameter] * (4 if self.norm is FIXED_NORM else 2))
+        views = (View(shape, strides, dtype), *[parameter] * (4 if self.norm is FIXED_NORM else 2))
         mask: Axes = (False, True, False, False)
         axes = (FULL, *[mask] * (len(views) - 1))
         return Call(self.norm, 1, 1e-5, Itself(), epilogue, axes, (dtype,), groups=self.groups), views

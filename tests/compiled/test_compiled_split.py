@@ -38,11 +38,11 @@ def test_all_steps_compile(norm: Norm, shape: tuple[int, ...], monkeypatch: pyte
     mask: Any = tuple(dim == 1 for dim in range(dims)) if is_batch else COLUMN
     count = 1 + norm.is_centered
     call = Call(norm, 1, 1e-5, Itself(), Affine(True, count == 2), (FULL, *[mask] * count), (torch.bfloat16,))
-    x = View(shape, torch.empty(shape, device="meta").stride(), torch.bfloat16, True)
+    x = View(shape, torch.empty(shape, device="meta").stride(), torch.bfloat16)
     sizes = (shape[1], *[1] * (dims - 2)) if is_batch else shape[-1:]
-    parameter = View(sizes, torch.empty(sizes, device="meta").stride(), torch.float32, True)
+    parameter = View(sizes, torch.empty(sizes, device="meta").stride(), torch.float32)
     by_row = (shape[1], *[1] * (dims - 2)) if is_batch else (*shape[:-1], 1)
-    row = View(by_row, torch.empty(by_row, device="meta").stride(), torch.float32, True)
+    row = View(by_row, torch.empty(by_row, device="meta").stride(), torch.float32)
     operands = (x, *[parameter] * count)
     rows = [row] * (3 if norm.is_centered else 1)
 
@@ -53,7 +53,7 @@ def test_all_steps_compile(norm: Norm, shape: tuple[int, ...], monkeypatch: pyte
     summed = (1, *((len(operands), len(operands) + 2) if norm.is_centered else (len(operands),)))
     launches.append(pipeline.prepare_backward.__wrapped__(given, (*operands, *rows, x), GPU, (0,), summed, None))
     returned = split.applied(call, split.Returned, dims)
-    one = View(shape, (0,) * dims, torch.float32, True)
+    one = View(shape, (0,) * dims, torch.float32)
     views = (*operands, *rows, *[row] * count, x, one)
     launches.append(pipeline.prepare_backward.__wrapped__(returned, views, GPU, (0, 1), (0,), None))
     is_written = [False, True, False, True]

@@ -37,7 +37,7 @@ def test_every_number_of_rows_has_programs(cols: int, norm: Norm) -> None:
     """As many rows as a GPU has memory for, in no more programs than a launch takes, and numbers of 64 bits."""
     rows = (1 << 36) // cols + 5
     call = Call(norm, 1, 1e-5, Itself(), Affine(True, False), (FULL, COLUMN), (torch.float16,))
-    full, column = View((rows, cols), (cols, 1), torch.float16, True), View((cols,), (1,), torch.float32, True)
+    full, column = View((rows, cols), (cols, 1), torch.float16), View((cols,), (1,), torch.float32)
     forward, space = pipeline.forward_problem(call, (full, column, full))
     backward, of_backward = pipeline.backward_problem(call, (full, column, full), (0,), (0, 1))
     assert forward.has_long_numbers
@@ -78,7 +78,7 @@ def check(plan: Plan, width: int) -> None:
 def test_every_width_has_a_plan(norm: Norm, dtype: torch.dtype) -> None:
     call = Call(norm, 1, 1e-5, Itself(), Affine(True, False), (FULL, COLUMN), (dtype,))
     for cols in WIDTHS:
-        full, column = View((64, cols), (cols, 1), dtype, True), View((cols,), (1,), dtype, True)
+        full, column = View((64, cols), (cols, 1), dtype), View((cols,), (1,), dtype)
         for device in KNOWN.values():
             check(choose.forward(pipeline.forward_problem(call, (full, column, full))[0], device), cols)
             check(choose.backward(pipeline.backward_problem(call, (full, column, full), (0,), (0, 1))[0], device), cols)

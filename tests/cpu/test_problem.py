@@ -16,6 +16,7 @@ from warpnorm.norms import LAYER_NORM
 from warpnorm.plan import choose
 from warpnorm.plan.device import KNOWN
 from warpnorm.problem import (
+    ALIGNMENTS,
     COLUMN,
     FULL,
     NUMBER,
@@ -181,11 +182,13 @@ def test_vectors_are_promised_only_where_rows_begin_aligned(call: tuple[list[tor
     (input, output, _), col_dims = call
     space = describe([View.of(t) for t in (input, output)], (FULL, FULL), input.shape, col_dims)
     for tensor, operand in zip((input, output), space.operands, strict=True):
-        if not operand.has_vectors:
+        found = next((size for size in ALIGNMENTS if operand.has_vectors_of(size)), 0)
+        assert operand.has_vectors == (found == VECTOR_BYTES)
+        if not found:
             continue
         run = space.cols if len(operand.col_strides) == 1 else space.sizes[-1]  # of adjacent columns
         starts = tensor.data_ptr() + offsets(operand, space)[:, ::run] * tensor.element_size()
-        assert (starts % VECTOR_BYTES == 0).all()
+        assert (starts % found == 0).all()
         assert (np.diff(offsets(operand, space).reshape(-1, run), axis=1) == 1).all()
 
 
@@ -273,6 +276,31 @@ def test_problem_does_not_know_the_number_of_rows(layout: Layout) -> None:
     for rows in (2, 3, 7, 1000):
         assert problems(layout, rows) == many, f"{rows} rows"
     assert problems(layout, 1) == many, "one row"
+
+
+@pytest.mark.parametrize(("cols", "neighbours"), [(41, 1), (42, 2), (1002, 2), (44, 4), (1004, 4), (48, 8)])
+def test_problem_does_not_know_where_rows_begin(cols: int, neighbours: int) -> None:
+    """A slice of rows is the problem that all of them are, and as many elements are moved at once."""
+    rows = torch.zeros(8, cols, dtype=torch.bfloat16)
+    assert rows.data_ptr() % VECTOR_BYTES == 0
+    weight = torch.zeros(cols, dtype=torch.bfloat16)
+    call = Call(LAYER_NORM, 1, 1e-5, Itself(), Affine(True, True), (FULL, COLUMN, COLUMN), (torch.bfloat16,))
+    found = set()
+    for row in range(8):
+        views = [View.of(tensor) for tensor in (rows[row:], weight, weight, torch.empty_like(rows[row:]))]
+        found.add(pipeline.forward_problem(call, views)[0])
+    (problem,) = found
+    assert (problem.neighbours, problem.has_vectors) == (neighbours, neighbours == 8)
+
+
+@pytest.mark.parametrize(("offset", "neighbours"), [(0, 8), (8, 8), (4, 4), (2, 2), (6, 2), (1, 1)])
+def test_rows_that_begin_elsewhere(offset: int, neighbours: int) -> None:
+    """In whole vectors of a buffer that is not read from its beginning."""
+    buffer = torch.zeros(8 * 64 + 8, dtype=torch.float16)
+    input = buffer[offset : offset + 8 * 64].view(8, 64)
+    call = Call(LAYER_NORM, 1, 1e-5, Itself(), Affine(False, False), (FULL,), (torch.float16,))
+    problem = pipeline.forward_problem(call, [View.of(input), View.of(torch.empty_like(input))])[0]
+    assert (problem.neighbours, problem.has_vectors) == (neighbours, neighbours == 8)
 
 
 @pytest.mark.parametrize("device", KNOWN)

@@ -31,7 +31,7 @@ def test_which_casts_stay(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(4, 512).to(dtype)
     request = fused.request(NOTHING, (x,), {})
     call, operands = arrange(fused.prepare(request), request.tensors)
-    output = View(tuple(x.shape), x.stride(), call.outputs[0], True)
+    output = View(tuple(x.shape), x.stride(), call.outputs[0])
     graph = pipeline.forward_problem(call, (*map(View.of, operands), output))[0].epilogue
     narrow = [n.dtype for n in graph.nodes if n.operator == "convert" and n.dtype not in (torch.float32, torch.float64)]
     assert narrow == expected

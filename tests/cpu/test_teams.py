@@ -23,12 +23,12 @@ from warpnorm.space import Space
 LONG_ROW = Call(
     LAYER_NORM, 1, 1e-5, Itself(), Affine(True, True), (FULL, (False, True), (False, True)), (torch.bfloat16,)
 )
-ROWS = View((64, 131_072), (131_072, 1), torch.bfloat16, True)
-COLUMN = View((131_072,), (1,), torch.bfloat16, True)
+ROWS = View((64, 131_072), (131_072, 1), torch.bfloat16)
+COLUMN = View((131_072,), (1,), torch.bfloat16)
 CHANNEL: Axes = (False, True, False, False)
 IMAGES = Call(BATCH_NORM, 1, 1e-5, Itself(), Affine(True, True), (FULL, CHANNEL, CHANNEL), (torch.float16,))
-IMAGE = View((64, 256, 56, 56), (256 * 3136, 3136, 56, 1), torch.float16, True)
-PARAMETER = View((256, 1, 1), (1, 1, 1), torch.float32, True)
+IMAGE = View((64, 256, 56, 56), (256 * 3136, 3136, 56, 1), torch.float16)
+PARAMETER = View((256, 1, 1), (1, 1, 1), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def image_problem(
     norm: Norm, shape: tuple[int, ...], groups: int = 0, dtype: torch.dtype = torch.float16, is_backward: bool = False
 ) -> tuple[ForwardProblem | BackwardProblem, Plan]:
     strides = (prod(shape[1:]), prod(shape[2:]), shape[3], 1)
-    image = View(shape, strides, dtype, True)
-    parameter = View((shape[1], 1, 1), (1, 1, 1), torch.float32, True)
+    image = View(shape, strides, dtype)
+    parameter = View((shape[1], 1, 1), (1, 1, 1), torch.float32)
     call = replace(IMAGES, norm=norm, groups=groups, outputs=(dtype,))
     views = (image, parameter, parameter, image)
     if is_backward:
@@ -107,7 +107,7 @@ def test_there_are_others_to_try(shape: tuple[int, ...], dtype: torch.dtype, is_
 def odd_plans(shape: tuple[int, ...], device: Device, dtype: torch.dtype = torch.float16) -> list[tuple[Plan, Space]]:
     """Forward and backward."""
     strides = (prod(shape[1:]), prod(shape[2:]), shape[3], 1)
-    image, parameter = View(shape, strides, dtype, True), View((shape[1], 1, 1), (1, 1, 1), torch.float32, True)
+    image, parameter = View(shape, strides, dtype), View((shape[1], 1, 1), (1, 1, 1), torch.float32)
     views = (image, parameter, parameter, image)
     call = replace(IMAGES, outputs=(dtype,))
     _, space, plan = pipeline.plan_forward(call, views, device)

@@ -197,6 +197,21 @@ def test_widths_whose_elements_are_moved_alone(cols: int, norm: Norm, dtype: tor
     check_accuracy(norm, 1, lambda seed: torch.randn(1200, cols, device=device).to(dtype))
 
 
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", [12_298, 12_300, 16_378, 30_522, 50_258, 50_260])
+def test_wide_rows_that_begin_at_few_bytes(cols: int, norm: Norm, device: str) -> None:
+    """Their elements are moved by pairs or fours; a row has the same bits wherever it begins."""
+    input = torch.randn(300, cols, device=device).bfloat16()
+    operands = operands_for(norm, input, 1)
+    check_accuracy(norm, 1, lambda seed: torch.randn(300, cols, device=device).bfloat16())
+    grad = torch.randn(300, cols, device=device).bfloat16()
+    whole = run(ours, norm, 1, operands, grad)
+    for row in (1, 2, 3):
+        alone = run(ours, norm, 1, [input[row : row + 1], *operands[1:]], grad[row : row + 1])
+        assert alone.output.equal(whole.output[row : row + 1])
+        assert alone.gradients[0].equal(whole.gradients[0][row : row + 1])
+
+
 @pytest.mark.parametrize("samples", [3, 300])
 @pytest.mark.parametrize("norm", [F.layer_norm, F.rms_norm], ids=lambda norm: norm.__name__)
 def test_a_gradient_for_each_sample_where_elements_are_moved_alone(norm: Any, samples: int, device: str) -> None:

@@ -40,6 +40,20 @@ def test_a_row_does_not_know_its_neighbours(cols: int, norm: Norm, dtype: torch.
         assert ours(norm, 1, operands[0][:rows], *operands[1:]).equal(whole[:rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
+@pytest.mark.parametrize("cols", [33, 34, 100, 127, 300, 1_002, 1_004])
+def test_a_row_does_not_know_where_it_begins(cols: int, norm: Norm, dtype: torch.dtype, device: str) -> None:
+    """At a multiple of 2, 4, 8 or 16 bytes; and its gradient does not either."""
+    operands = operands_for(norm, torch.randn(5, cols, device=device).to(dtype), 1)
+    grad = torch.randn(5, cols, device=device).to(dtype)
+    whole = run(ours, norm, 1, operands, grad)
+    for row in range(5):
+        alone = run(ours, norm, 1, [operands[0][row : row + 1], *operands[1:]], grad[row : row + 1])
+        assert alone.output.equal(whole.output[row : row + 1])
+        assert alone.gradients[0].equal(whole.gradients[0][row : row + 1])
+
+
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_no_recompile_when_only_the_row_count_changes(norm: Norm, device: str) -> None:
     from warpnorm.codegen import bind

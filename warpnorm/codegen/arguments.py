@@ -83,13 +83,18 @@ def of_lines(problem: Problem, plan: Plan, arguments: dict[str, Any], tensors: S
 
 
 def pointers(problem: Problem, operands: Sequence[Operand]) -> tuple[Argument, ...]:
-    """Where rows begin anywhere, and each element is moved alone, nobody is told that a weight lies better: threads would
-    have 8 neighbours of it each, and the same columns of a row, lane by lane 16 bytes apart."""
+    """Where rows begin anywhere, and each element is moved alone or beside few others, nobody is told that a weight lies
+    better: threads would have 8 neighbours of it each, and the same columns of a row, lane by lane 16 bytes apart."""
     is_told = problem.has_vectors or problem.norm.is_by_channel
+
+    def told(operand: Operand) -> int:
+        most = VECTOR_BYTES if is_told else problem.neighbours * operand.dtype.itemsize if problem.neighbours > 1 else 1
+        return min(operand.alignment, most)
+
     return tuple(
         Argument(TYPES[problem.compute if operand.dtype.is_floating_point else operand.dtype])
         if operand.axes == NUMBER
-        else Argument("*" + TYPES[operand.dtype], ALIGNED if operand.is_aligned and is_told else 1)
+        else Argument("*" + TYPES[operand.dtype], told(operand))
         for operand in operands
     )
 

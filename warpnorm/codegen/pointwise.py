@@ -283,8 +283,9 @@ def _kept_row(problem: Problem) -> list[str]:
     for k, (pointer, operand) in enumerate(operands):
         is_tile = operand.axes in TILES
         is_pair = is_tile and operand.dtype.itemsize == 2 and not problem.has_vectors
-        packed.append(f"ours.packed_apart(values[{k}])" if is_pair else f"values[{k}]")
-        unpacked.append(f"ours.unpacked_apart(words[{k}], {TYPES[operand.dtype]})" if is_pair else f"words[{k}]")
+        apart = "_apart" if problem.neighbours == 1 else ""
+        packed.append(f"ours.packed{apart}(values[{k}])" if is_pair else f"values[{k}]")
+        unpacked.append(f"ours.unpacked{apart}(words[{k}], {TYPES[operand.dtype]})" if is_pair else f"words[{k}]")
         if is_tile:
             fetched.append(f"col_offsets = ours.lines(first, cols, COLS, {LINE_BYTES // operand.dtype.itemsize})")
             fetched.append(f"ours.prefetch({_address(pointer, operand)})")

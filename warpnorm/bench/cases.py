@@ -270,11 +270,15 @@ WIDTHS = (
 
 ODD_WIDTHS = (
     (96, "a head dimension that is no power of two"),
+    (100, "narrow rows, which begin at multiples of 8 bytes"),
+    (127, "narrow and odd"),
+    (300, "word vectors"),
     (640, "the second stage of a diffusion U-Net"),
     (768, "BERT and the smallest GPT-2"),
     (4095, "rows that do not start at a whole word"),
     (5120, "models of thirteen billion parameters: no power of two"),
-    (50257, "a vocabulary: wide and odd"),
+    (30522, "BERT's vocabulary: rows begin at multiples of 4 bytes"),
+    (50257, "GPT-2's: wide and odd"),
 )
 SINGLE_WIDTHS = (4096, 16384, 65536)
 # The grid that others report: nothing in it is large

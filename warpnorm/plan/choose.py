@@ -38,7 +38,9 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     if is_long:
         # Columns a block at 32k: LayerNorm 71 with 4096, 51 with 8192; RMSNorm, with one walk's arithmetic less, 70 and 85.
         # At 50257, where elements are moved alone, 35 and 39 with 16 warps
-        block_cols, warps = (4096 if problem.norm.is_centered else 8192, 8) if problem.has_vectors else (2048, 16)
+        block_cols, warps = (
+            (4096 if problem.norm.is_centered else 8192, 8) if needs.moves_vectors(problem) else (2048, 16)
+        )
         block_cols //= needs.words(problem)
         why = f"a row of up to {cols} columns with {live:g} words for each does not fit in registers"
         return Plan(LONG_ROW, 1, block_cols, warps, stages=_walk_stages(problem.operands, block_cols, device), why=why)
@@ -48,7 +50,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         return narrow.forward(problem, device)
     block_cols, chunks = _blocks(problem)
     is_half = needs.itemsize(problem) <= 2
-    is_masked = chunks == 1 and problem.has_vectors and not problem.is_exact and len(problem.varying) == 1
+    is_masked = chunks == 1 and needs.moves_vectors(problem) and not problem.is_exact and len(problem.varying) == 1
     is_plain = is_half and is_light and not problem.norm.is_by_channel
     if is_plain and is_masked and cols > 1024 and (problem.norm.is_centered or cols == 8192):
         # Only the last is masked. LayerNorm at 2000, 4000 and 7176: 99, 99 and 95, in one block 84, 79 and 91; RMSNorm 99,
@@ -58,7 +60,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     # where an element takes so many registers that they would not fit. How many operands vary by row does not count: an
     # operand with a value for each sample does or does not, by how many samples there are, and a row's bits shall not
     warps = min(max(2, cols * needs.words(problem) // 1024) * (2 if live > 5 * needs.words(problem) else 1), 32)
-    if not problem.has_vectors:
+    if not needs.moves_vectors(problem):
         warps = max(1, cols * needs.words(problem) // 1024)
     elif is_half and chunks > 1 and is_light:
         # At 768 (of three blocks), LayerNorm: 98 with one warp, 91 with two; at 5120: 98 with 4, 97 with 8; at 2000 and 4000
@@ -72,7 +74,7 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
         warps = 4  # LayerNorm 99, and 95 with 8
     elif is_half and cols in (2048, 4096) and not is_light:
         warps = cols // 512  # silu(x) * r -> LayerNorm at 2048: 100, and 90 with 2; gelu(x + b) -> RMSNorm 94 and 90
-    if is_half and cols == 16384 and problem.has_vectors and not is_light:
+    if is_half and cols == 16384 and needs.moves_vectors(problem) and not is_light:
         # The reductions leave a lone program idle: keep the next rows in flight. silu(x) * r -> LayerNorm: 96 in four
         # blocks, 92 in one, of which 40 bytes of a thread spill, and 76 with one program a row; gelu(x + b) -> RMSNorm 92,
         # and 90 in four blocks
@@ -87,9 +89,9 @@ def forward(problem: ForwardProblem, device: Device, space: Space | None = None)
     # 94; at 4096: 98 and 100, and of 128 x 1024 1.9 microseconds and 2.1. RMSNorm is as fast either way
     is_late = (wide.epilogue_columns(problem) > 1 or not is_light) and (chunks > 1 or cols >= 8192) and cols > 1024
     # gelu(x + b) -> RMSNorm at 1024 and 4096: 90 and 88, 87 and 86 otherwise
-    is_late = is_late or (is_half and not is_light and not problem.norm.is_centered and problem.has_vectors)
+    is_late = is_late or (is_half and not is_light and not problem.norm.is_centered and needs.moves_vectors(problem))
     # Where elements are moved alone, LayerNorm at 8191: 80, and 63 with c in registers; RMSNorm 84 and 82
-    recomputes = is_light and is_half and cols == 8192 and not problem.has_vectors
+    recomputes = is_light and is_half and cols == 8192 and not needs.moves_vectors(problem)
     why = "a program for each row: its loads are enough to hide their latency"
     return Plan(ROW, 1, block_cols, warps, chunks=chunks, late=is_late or recomputes, recomputes=recomputes, why=why)
 
@@ -102,7 +104,7 @@ def _blocks(problem: Problem) -> tuple[int, int]:
     cols, eighths = problem.cols_class, problem.eighths
     if problem.norm.is_by_channel or cols <= 512:
         return cols, 1
-    if not problem.has_vectors:
+    if not needs.moves_vectors(problem):
         return cols // 8, eighths
     if cols == 1024 and eighths <= 6:
         return 256, 3
@@ -120,10 +122,10 @@ def backward(problem: BackwardProblem, device: Device, space: Space | None = Non
     cols = problem.cols_class
     loads = problem.operands + problem.grad_outputs
     block_cols, chunks = _blocks(problem)
-    if problem.has_vectors and cols == 8192 and problem.width == 7168:
+    if needs.moves_vectors(problem) and cols == 8192 and problem.width == 7168:
         block_cols, chunks = cols, 1  # LayerNorm 91, and 81 in blocks
     elif (
-        problem.has_vectors
+        needs.moves_vectors(problem)
         and cols == 16384
         and problem.eighths == 8
         and needs.itemsize(problem) <= 2
@@ -141,8 +143,14 @@ def backward(problem: BackwardProblem, device: Device, space: Space | None = Non
     live = (2 + len(problem.accumulated)) * width * needs.words(problem) + kept_words
     # gelu(x + b) -> RMSNorm at 8192 is past the half by an eighth, and faster than in two halves; so is LayerNorm at 12288
     # by a quarter: 89, and 57 by a team
-    most = 12 if chunks > 1 and not kept and problem.has_vectors else 9 if chunks > 1 or problem.has_vectors else 4
-    is_half = needs.itemsize(problem) <= 2 and problem.has_vectors
+    most = (
+        12
+        if chunks > 1 and not kept and needs.moves_vectors(problem)
+        else 9
+        if chunks > 1 or needs.moves_vectors(problem)
+        else 4
+    )
+    is_half = needs.itemsize(problem) <= 2 and needs.moves_vectors(problem)
     if (
         kept
         and cols == problem.width == 8192
@@ -162,7 +170,7 @@ def backward(problem: BackwardProblem, device: Device, space: Space | None = Non
         return _row_backward(problem, device, loads, block_cols, chunks)
     if problem.norm.is_by_channel:  # the patterns below sum over rows, not along lines
         return tiles.column(problem, device, space)
-    if kept and live <= device.registers_per_unit * 5 // 8 and problem.has_vectors:
+    if kept and live <= device.registers_per_unit * 5 // 8 and needs.moves_vectors(problem):
         # silu(x) * r -> LayerNorm at 8192: 92; 86 with 16 warps, 75 in two halves, 63 by blocks
         why = "persistent: sums over rows stay in registers; the prologue is computed again, for the want of more"
         stages = needs.stages(device, 1, needs.loaded_bytes(loads, cols), needs.IN_FLIGHT_BYTES * 3 // 2)
@@ -202,16 +210,22 @@ def _row_backward(
         per_unit = max(1, 32 // warps)
         why = f"persistent: {per_unit} programs a unit hide each other's reductions"
         return Plan(ROW, 1, cols, warps, device.units * per_unit, why=why)
-    if chunks > 1 and not problem.has_vectors:
-        # LayerNorm and RMSNorm at 1023: 79 and 82, at 4095: 73 and 77 (in one block 35 and 39), fp32 98 and 99, at 8191: 49
-        # and 53. There is no pipeline: elements are too small for it
+    if chunks > 1 and not needs.moves_vectors(problem):
+        # LayerNorm and RMSNorm at 1023: 79 and 81, at 2047 79 and 82, at 4095 75 and 77 (in one block 35 and 39), fp32 98
+        # and 99, at 8191: 51 and 54. There is no pipeline: elements are too small for it
         per_unit = max(1, 8192 // (cols * needs.words(problem)))
         why = f"elements are moved alone: many threads, a row in {chunks} blocks, {per_unit} programs a unit"
         warps = min(max(cols * needs.words(problem) // 512, 1), 16)
-        return Plan(ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, why=why)
+        # LayerNorm at 1023, 2047 and 4095: 55, 51 and 46 where the compiler is not told how many programs there are to be,
+        # and takes so many registers that there are fewer. With more tensors, or in float64, up to 1 KB would spill
+        is_light = sum(map(is_varying, loads)) <= 2 and not needs.kept(problem) and needs.words(problem) == 1
+        told = per_unit if is_light and len(problem.accumulated) <= 2 else 0
+        return Plan(ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, per_unit=told, why=why)
     if chunks > 1:
         return _row_backward_by_blocks(problem, device, loads, block_cols, chunks)
     if plan := narrow.backward_by_blocks(problem, device):
+        return plan
+    if cols <= 512 and (plan := narrow.backward_beside_few(problem, device)):
         return plan
     if cols <= 128:
         # Several rows for each warp. At 128: RMSNorm 95, LayerNorm 92; with 4 warps at the most 88 and 80
@@ -225,11 +239,11 @@ def _row_backward(
         block_rows, warps = (1, words if cols > 256 else 1) if is_heavy else (2, 1)
     else:
         # RMSNorm and LayerNorm at 1024: 93 and 93; at 2048: 97 and 90; at 8192: 97 and 94
-        words = 1 if problem.has_vectors or itemsize < 4 else 2  # addresses too need registers
+        words = 1 if needs.moves_vectors(problem) or itemsize < 4 else 2  # addresses too need registers
         block_rows, warps = 1, min(cols * words // 512, 16)
     stage_bytes = needs.loaded_bytes(loads, block_rows * cols)
     tensors = max(1, stage_bytes // (block_rows * cols * itemsize))
-    is_half = itemsize == 2 and tensors == 2 and problem.has_vectors
+    is_half = itemsize == 2 and tensors == 2 and needs.moves_vectors(problem)
     has_prologue = bool(needs.kept(problem))
     # With as much behind the norm up to 88 bytes of a thread would spill
     is_known = has_prologue and device.backend == "cuda" and needs.is_quick_after(problem)
@@ -315,7 +329,7 @@ def _row_backward_by_blocks(
 def _largest_row(problem: ForwardProblem) -> int:
     """Columns of a row that one program holds in registers. Half as many fit where rows do not begin at multiples of 16
     bytes, so that every element has an address of its own, and where the mean is corrected."""
-    is_tight = not problem.has_vectors or (problem.norm.is_centered and problem.has_long_mantissas)
+    is_tight = not needs.moves_vectors(problem) or (problem.norm.is_centered and problem.has_long_mantissas)
     return (8192 if is_tight else 16384) // needs.words(problem)
 
 

@@ -15,8 +15,12 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     two rows. LayerNorm and RMSNorm of bf16 at 256: 98 and 99, with one 95 and 97, with four 95 and 96; at 128 95 and 98, 94
     and 97; of fp32 at 128 96 and 98, 95 and 97."""
     cols, itemsize = problem.cols_class, needs.itemsize(problem)
-    warps = 2 if problem.has_vectors and 256 <= cols * itemsize <= 512 else 1
+    warps = 2 if needs.moves_vectors(problem) and 256 <= cols * itemsize <= 512 else 1
     block_rows = max(1, warps * min(2048 // itemsize, 1024) // cols)
+    if problem.neighbours == 1 and itemsize <= 2 and cols <= 256 and needs.words(problem) == 1:
+        # Of elements alone, each with an address: LayerNorm and RMSNorm at 127 59 and 75, of 2 KB 51 and 63; at 255 66 and
+        # 77, 62 and 78
+        block_rows = max(1, block_rows // 2)
     why = "narrow rows: a warp has some, and reduces without shared memory"
     return Plan(ROW, block_rows, cols, warps, least=_least(problem.operands + problem.outputs, device), why=why)
 
@@ -45,7 +49,11 @@ def blocks_of(problem: Problem) -> tuple[int, int] | None:
     are if all eighths are there, but not full: LayerNorm at 1000 97, in one block 90, but RMSNorm 99 either way."""
     cols, eighths = problem.cols_class, problem.eighths
     is_narrow = 64 <= cols <= 1024 and not problem.is_exact and not problem.norm.is_by_channel
-    if not is_narrow or not problem.has_vectors or needs.words(problem) > 1 or len(problem.varying) > 2:
+    # Of elements alone too: LayerNorm and RMSNorm at 33 and 65 36 and 46, 50 and 46, in one block 17 and 25, 28 and 37
+    is_alone = isinstance(problem, ForwardProblem) and problem.neighbours == 1 and cols <= 512 and eighths <= 6
+    if not is_narrow or not (is_alone or needs.moves_vectors(problem)):
+        return None
+    if needs.words(problem) > 1 or len(problem.varying) > 2:
         return None
     if cols == 1024 and (eighths == 6 or (eighths > 6 and not problem.norm.is_centered)):
         return None
@@ -59,10 +67,14 @@ def forward_by_blocks(problem: ForwardProblem, device: Device, block_cols: int, 
     """As many rows as a warp loads a block of at once. LayerNorm at 80 and 160: 95 and 99 with one warp, 92 and 94 with two;
     but at 192 and 200 96 and 92, 99 and 94, RMSNorm at 72 90 and 99, LayerNorm of fp32 at 96 and 320 97 and 99, 101 and
     100."""
-    itemsize = needs.itemsize(problem)
+    itemsize, is_alone = needs.itemsize(problem), problem.neighbours == 1
     is_lone = itemsize <= 2 and problem.norm.is_centered and (problem.cols_class, block_cols) != (256, 64)
-    warps = 1 if is_lone else 2
+    warps = 1 if is_lone or is_alone else 2
     block_rows = _rows_at_once(device, warps, block_cols * itemsize)
+    if is_alone and is_lone:
+        block_rows = max(
+            1, block_rows // 2
+        )  # LayerNorm at 33 and 65: 38 and 51, 35 and 46; RMSNorm with one warp 43 and 53
     why = f"narrow rows, each in {chunks} blocks: a warp loads one of several rows at once"
     least = _least(problem.operands + problem.outputs, device)
     return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, least=least, why=why)
@@ -98,3 +110,35 @@ def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
     least = least_backward(problem, device)
     programs = device.units * per_unit
     return Plan(ROW, block_rows, block_cols, warps, programs, chunks=chunks, stages=stages, least=least, why=why)
+
+
+def backward_beside_few(problem: BackwardProblem, device: Device) -> Plan | None:
+    """Of halves that are moved alone or beside few others: tiles of few rows, each moved by its own instructions, and as
+    many programs as the compiler is told. LayerNorm and RMSNorm alone at 33, 65, 127, 255 and 511: 29 and 37, 37 and 47, 65
+    and 72, 66 and 74, 61 and 76; in tiles as of vectors 8 and 11, 8 and 11, 14 and 20, 45 and 53, 35 and 43. Beside others
+    at 50 and 100: 43 and 56, 65 and 83; 35 and 51, 58 and 78; but at 20 and 36 25 and 38, 31 and 43; 50 and 69, 44 and 61.
+    silu(x) * r -> LayerNorm and x + r -> RMSNorm alone at 33, 127, 255 and 511: 29 and 38, 59 and 78, 64 and 68, 56 and 78;
+    10 and 11, 19 and 21, 49 and 57, 56 and 33; beside others at 50, 100 and 300 42 and 65, 65 and 86, 72 and 92; 39 and 61,
+    53 and 83, 72 and 78."""
+    cols, sums = problem.cols_class, len(problem.accumulated)
+    tensors = sum(operand.axes in TILES for operand in problem.operands + problem.grad_outputs)
+    is_heavy = tensors > 2 or bool(needs.kept(problem))
+    if problem.has_vectors or problem.norm.is_by_channel or tensors > 3 or sums > 2 or needs.words(problem) > 1:
+        return None
+    if needs.itemsize(problem) != 2 or (is_heavy and cols == 512 and sums > 1):
+        return None
+    is_alone, is_full = problem.neighbours == 1, sums > 1 or bool(needs.kept(problem))
+    warps, per_unit = (2, 8) if is_alone and cols == 512 and not is_heavy else (1, 12 if is_heavy else 16)
+    if is_heavy:
+        block_rows = max(1, (256 if is_full else 512) // cols)
+    else:
+        block_rows = max(4, 256 // cols) if cols <= 128 else 1 if sums > 1 else 2
+    if not is_alone:
+        if cols < 64 or cols == 256 or (cols == 64 and problem.neighbours > 2) or (cols == 512 and not is_heavy):
+            return None
+        block_rows, per_unit = min(block_rows, 4), 16 if cols == 64 and not is_heavy else 12
+    why = f"persistent: sums over rows stay in registers; few rows at a time, {per_unit} programs a unit"
+    return Plan(
+        ROW, block_rows, cols, warps, device.units * per_unit, stages=1 if is_alone else 3,
+        least=least_backward(problem, device), per_unit=per_unit, why=why,
+    )  # fmt: skip

@@ -53,6 +53,24 @@ def _operators(problem: ForwardProblem | BackwardProblem) -> list[str]:
     return [node.operator for graph in (problem.prologue, epilogue) for node in graph.nodes]
 
 
+def moves_vectors(problem: Problem) -> bool:
+    """Whether rows are best moved as whole vectors are: where these are smaller than 16 bytes, as rows begin at multiples of
+    fewer, plans for elements alone may be faster. Those in brackets. Of 8 bytes, LayerNorm and RMSNorm at 100 and 300: 80
+    and 93, 94 and 92 [57 and 76, 67 and 86]; at 12300 91 and 93 [82 and 86], at 16380 88 and 93 [82 and 82], at 20484 85 and
+    95 [84 and 87], at 32772 66 and 85 [83 and 84]; backward at 300 87 and 91 [54 and 61], at 652 89 and 95 [72 and 75], at
+    1004 97 and 98 [84 and 88], at 4092 96 and 83 [78 and 82], at 8188 75 and 79 [69 and 73]. Of 4 bytes at 50 71 and 68 [31
+    and 40], at 250 80 and 93 [79 and 94], at 16378 83 and 91 [76 and 85], at 20482 76 and 93 [83 and 85], at 30522 71 and 77
+    [78 and 83], at 32770 63 and 74 [80 and 83]; backward at 1002 85 and 90 [84 and 88], at 4094 73 and 81 [77 and 81], at
+    8190 62 and 74 [68 and 72]."""
+    if problem.has_vectors or problem.neighbours == 1 or problem.norm.is_by_channel:
+        return problem.has_vectors
+    cols, is_narrow = problem.cols_class, problem.width <= 24576
+    if isinstance(problem, BackwardProblem):
+        return cols <= 1024 or (problem.neighbours >= 4 and cols <= 8192)
+    is_wide = cols == 32768 and not problem.norm.is_centered and (is_narrow or problem.neighbours >= 4)
+    return cols <= 512 or cols == 16384 or is_wide
+
+
 def stages(device: Device, per_unit: int, stage_bytes: int, in_flight: int = IN_FLIGHT_BYTES) -> int:
     """Enough stages for the bytes in flight, as far as shared memory has room; n of them keep n - 1 in flight."""
     if stage_bytes == 0:  # nothing varies by row and column alike

@@ -50,7 +50,8 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
             part = Part(2048, 2, 8, 4)  # LayerNorm at 65536: 90, and 89 with 4096 columns and 4 warps
         if not is_centered and is_half and epilogue_columns(problem) > 1:
             part = Part(4096, 8, 2, 2)  # not measured; with twice the columns 40 bytes of a thread spill
-    return _plan(problem, device, problem.operands, _asking(problem, part), "statistics", recomputes=True)
+        part = _asking(problem, part)
+    return _plan(problem, device, problem.operands, part, "statistics", recomputes=True)
 
 
 def _part_of_elements(problem: ForwardProblem, device: Device) -> Part:
@@ -64,13 +65,17 @@ def _part_of_elements(problem: ForwardProblem, device: Device) -> Part:
     # With more beside the row in registers up to 344 bytes of a thread would spill
     is_light = len(problem.varying) == 1 and columns <= (2 if is_centered else 1)
     if is_light and problem.width <= LARGEST_TEAM * 1024:
-        # The compiler needs more registers for an A100, where this is not measured: up to 96 bytes of a thread would spill
+        # The compiler needs more registers for an A100, where this is not measured: up to 96 bytes of a thread would spill.
+        # Of pairs it needs fewer. LayerNorm and RMSNorm at 50258: 83 and 88, with 12 programs 78 and 84, moved alone 67 and
+        # 77; at 50260 86 and 84, 78 and 84, 69 and 79
         fewer = 4 if isinstance(device.arch, int) and device.arch < 90 else 0
-        per_unit = (12 if is_centered else 16) - fewer
-        return Part(1024, 1, per_unit, 1, True, prefetches=is_half or is_centered, asks=True)
+        is_alone = not is_half or problem.neighbours == 1
+        per_unit = (12 if is_centered and is_alone else 16) - fewer
+        asks = is_alone or not is_centered
+        return Part(1024, 1, per_unit, 1, True, prefetches=is_half or is_centered, asks=asks)
     if is_half and problem.width <= LARGEST_TEAM * 2048:
-        return Part(2048, 2, 6 if is_centered else 8, 1)
-    return Part(4096, 4 if is_centered else 8, 3, 1)
+        return _asking(problem, Part(2048, 2, 6 if is_centered else 8, 1))
+    return _asking(problem, Part(4096, 4 if is_centered else 8, 3, 1))
 
 
 def backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...]) -> Plan | None:
@@ -78,7 +83,8 @@ def backward(problem: BackwardProblem, device: Device, loads: tuple[Operand, ...
     if part is None:
         return None
     is_heavy = bool(needs.kept(problem)) or len(problem.accumulated) > 2
-    return _plan(problem, device, loads, part if is_heavy else _asking(problem, part), "sums")
+    is_asking = not is_heavy and (problem.has_vectors or not part.prefetches)
+    return _plan(problem, device, loads, _asking(problem, part) if is_asking else part, "sums")
 
 
 def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part | None:
@@ -94,8 +100,13 @@ def _backward_part(problem: BackwardProblem, loads: tuple[Operand, ...]) -> Part
         # by blocks of columns 36 and 37. Moved by 16 bytes as they lie: 58 and 44. fp32 81 and 75, RMSNorm 77 with
         # prefetching; by blocks of columns 46 and 46
         if is_half and cols <= LARGEST_TEAM * 1024:
-            is_early = loaded <= 4
-            return Part(1024, 2, 8, 1, prefetches=is_early and not is_centered and sums < 2, early=is_early)
+            is_early, is_one = loaded <= 4, not is_centered and sums < 2
+            if is_early and is_one and problem.neighbours >= 4:
+                # RMSNorm at 12300, 16380 and 32772: 83, 79 and 79, loaded again 76, 78 and 77; at 50258 72, and 77
+                return Part(1024, 1, 8, 2, True, prefetches=True)
+            # Pairs, LayerNorm at 12300, 16380, 32772 and 50258: 72, 70, 73 and 70, without prefetching 67, 68, 68 and 66
+            prefetches = is_early and (is_one or problem.neighbours > 1)
+            return Part(1024, 2, 8, 1, prefetches=prefetches, early=is_early)
         is_light = not is_half and loaded <= 8
         return Part(2048, 4, 3, 1, prefetches=is_light and sums == 2, asks=is_light)
     keeps = not is_heavy and sums == 2 and is_half and loaded <= 4

@@ -11,7 +11,12 @@ MOST_READ = 57344  # columns of a row up to which one program reads weight and b
 
 def can_lie_in_registers(problem: ForwardProblem, device: Device) -> bool:
     """Whether a row fits there as it lies in memory, of elements that are widened each time they are read."""
-    if device.backend == "hip" or not problem.has_vectors or problem.norm.is_by_channel or needs.words(problem) > 1:
+    if (
+        device.backend == "hip"
+        or not needs.moves_vectors(problem)
+        or problem.norm.is_by_channel
+        or needs.words(problem) > 1
+    ):
         return False
     return needs.loaded_bytes(problem.varying, problem.width) // 4 <= device.registers_per_unit // 2
 

@@ -245,6 +245,25 @@ def test_the_picture(tmp_path: Path) -> None:
     for text in ("A $GPU$", "RMSNorm, backward", ">4k<", ">warpnorm<", ">eager<"):
         assert text in picture
     assert "![Percent of copy speed by width on A $GPU$](gpu.svg)" in first[0].read_text()
+    assert "not multiples of 8" not in picture
+
+
+@pytest.mark.parametrize("widths", [(1024, 4095, 4096), (4095,), (300, 4095)], ids=str)
+def test_widths_of_other_rows_stand_apart(widths: tuple[int, ...], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    rows = [
+        row("rms_norm", way, ((1 << 27) // cols, cols), dtype="bf16")
+        for way in ("forward", "backward")
+        for cols in widths
+    ]
+    path = result_file(tmp_path / "gpu.json", *rows)
+    written = write_documents([path], tmp_path / "out")
+    has_picture = len(widths) > 1
+    assert [p.name for p in written] == ["performance.md", "performance.html", *["gpu.svg"] * has_picture]
+    if has_picture:
+        picture = written[-1].read_text()
+        assert (picture.count("not multiples of 8") > 0) == (1024 in widths)
+        assert picture.count(">4095<") == 2
 
 
 def test_libraries_have_one_order() -> None:

@@ -1,5 +1,6 @@
-"""The picture of a result file for the README: percent of copy speed by width, a panel for each norm and direction. A light
-card of its own, so that it reads on a light page and on a dark one; the same file gives the same bytes."""
+"""The picture of a result file for the README: percent of copy speed by width, a panel for each norm and direction. Widths
+that are not whole vectors stand apart. A light card of its own, so that it reads on a light page and on a dark one; the same
+file gives the same bytes."""
 
 import io
 from collections.abc import Mapping
@@ -12,6 +13,9 @@ from warpnorm.bench.rivals import OURS
 
 DTYPE = "bf16"
 NORMS = {"rms_norm": "RMSNorm", "layer_norm": "LayerNorm"}
+VECTOR = 8  # columns of a whole vector, of 16 bytes
+GAP = 0.8  # between widths of whole vectors and others, in widths
+WIDER = 1.4  # the others are, with more digits
 PANELS = tuple((norm, direction) for direction in (FORWARD, BACKWARD) for norm in NORMS)
 INK, MUTED, RULE, CARD = "#1f2328", "#59636e", "#d1d9e0", "#ffffff"
 STYLE: dict[str, Any] = {
@@ -90,22 +94,30 @@ def _panel(axis: Any, title: str, rows: Mapping[int, Row], libraries: tuple[str,
     axis.set_facecolor("none")
     axis.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=8)
     axis.axhline(100, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+    # Between widths of whole vectors a line says something, between others, each of its own kind, it would not
+    even, odd = ([width for width in rows if (width % VECTOR == 0) == is_even] for is_even in (True, False))
+    places = [*range(len(even)), *(len(even) + GAP + WIDER * k for k in range(len(odd)))]
     for name in reversed(libraries):
-        _line(axis, name, [_percent(row, name) for row in rows.values()])
-    axis.set_xticks(range(len(rows)), [_columns(width) for width in rows])
+        heights = [_percent(rows[width], name) for width in even + odd]
+        _line(axis, name, places[: len(even)], heights[: len(even)])
+        _line(axis, name, places[len(even) :], heights[len(even) :], joined=False)
+    if even and odd:
+        axis.axvline(len(even) - 0.5 + GAP / 2, color=RULE, linewidth=1)
+        axis.text(places[-1], 101.5, "not multiples of 8", color=MUTED, fontsize=8, ha="right", va="bottom")
+    axis.set_xticks(places, [_columns(width) for width in even + odd])
     axis.set_yticks(range(0, 101, 25))
     axis.grid(axis="y", color=RULE, linewidth=0.7)
     axis.set_axisbelow(True)
     axis.tick_params(length=0, labelsize=10)
-    axis.tick_params(axis="x", labelsize=min(10, 110 / max(len(rows), 1)))  # so that they do not touch
+    axis.tick_params(axis="x", labelsize=min(10, 112 / max([1, *places])))  # so that they do not touch
     axis.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _line(axis: Any, name: str, heights: list[float]) -> None:
+def _line(axis: Any, name: str, places: list[float], heights: list[float], joined: bool = True) -> None:
     is_ours, looks = name == OURS.name, look(name)
     axis.plot(
-        range(len(heights)), heights, color=looks.light, marker=looks.marker, label=name, markeredgecolor=CARD,
-        linewidth=3.4 if is_ours else 1.5, markersize=8 if is_ours else 6.5, markeredgewidth=0.7,
+        places, heights, color=looks.light, marker=looks.marker, label=name if joined else None, markeredgecolor=CARD,
+        linewidth=(3.4 if is_ours else 1.5) * joined, markersize=8 if is_ours else 6.5, markeredgewidth=0.7,
         zorder=5 if is_ours else 3,
     )  # fmt: skip
 

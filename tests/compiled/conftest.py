@@ -11,7 +11,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config,
         items,
         "compiled",
-        ("test_compiled.py", "test_compiled_channel.py"),
+        ("test_compiled.py", "test_compiled_channel.py", "test_compiled_widths.py"),
         one_in=16,
         keeps_lone=True,
         every_but=(),

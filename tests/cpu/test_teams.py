@@ -15,7 +15,7 @@ from warpnorm.plan import choose, search
 from warpnorm.plan import device as devices
 from warpnorm.plan.device import KNOWN, Device
 from warpnorm.plan.plan import COLUMN as COLUMN_PATTERN
-from warpnorm.plan.plan import HELD, TEAM, Plan
+from warpnorm.plan.plan import HELD, ROW, TEAM, Plan
 from warpnorm.problem import FULL, Axes, BackwardProblem, Call, ForwardProblem, View
 from warpnorm.reference import Affine, Itself
 from warpnorm.space import Space
@@ -102,6 +102,21 @@ def test_there_are_others_to_try(shape: tuple[int, ...], dtype: torch.dtype, is_
     assert {other.ahead for other in others} == {plan.ahead, 0}
     assert len({other.per_unit for other in others}) > 2
     assert all(0 < other.programs == other.per_unit * device.units for other in others)
+
+
+@pytest.mark.parametrize("cols", [127, 4095, 4096])
+def test_others_of_rows_are_told_how_many_they_are(cols: int) -> None:
+    """Or none of them is; but the chosen one is tried both ways. Where there is no pipeline, without one."""
+    device = KNOWN["sm_90"]
+    full, column = View((64, cols), (cols, 1), torch.bfloat16), View((cols,), (1,), torch.bfloat16)
+    problem, _, plan = pipeline.plan_backward(LONG_ROW, (full, column, column, full), (0,), (0, 1, 2), device)
+    chosen, turned, *others = search.alternatives(problem, plan, device)
+    assert chosen == plan
+    assert {chosen.per_unit, turned.per_unit} == {0, plan.programs // device.units}
+    walks = [other for other in others if other.pattern == ROW]
+    assert all(other.per_unit in (0, other.programs // device.units) for other in walks)
+    assert (plan.per_unit > 0) == any(other.per_unit for other in walks)
+    assert plan.stages in {other.stages for other in walks}
 
 
 def odd_plans(shape: tuple[int, ...], device: Device, dtype: torch.dtype = torch.float16) -> list[tuple[Plan, Space]]:

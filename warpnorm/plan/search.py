@@ -14,6 +14,8 @@ WARPS = (1, 2, 4, 8, 16, 32)
 FEWEST_ELEMENTS, MOST_ELEMENTS = 4, 128
 LARGEST_TILE = 4096  # of several rows
 PROGRAMS_A_UNIT = (1, 2, 4)
+MANY_A_UNIT = (8, 16)  # backward, of few warps
+MOST_WARPS = 32  # of them all: each has 64 registers for a thread then
 STAGES = (2, 3, 4)
 
 
@@ -30,6 +32,9 @@ def alternatives(problem: ForwardProblem | BackwardProblem, chosen: Plan, device
     elif chosen.pattern == HELD:
         found += _held(chosen, device)
     if chosen.pattern == ROW:
+        if chosen.programs:
+            told = 0 if chosen.per_unit else chosen.programs // device.units
+            found.append(replace(chosen, per_unit=told, why="tried"))
         found += _rows(chosen, cols, device, is_backward)
     if chosen.pattern == LONG_ROW or (
         chosen.pattern in (ROW, TEAM) and cols >= 4096 and not problem.norm.is_by_channel
@@ -59,10 +64,14 @@ def _rows(chosen: Plan, cols: int, device: Device, is_backward: bool) -> Iterato
             for late, recomputes in product((False, True), repeat=2):
                 yield replace(plan, programs=0, stages=1, late=late, recomputes=recomputes)
             plan = replace(plan, late=False)
-        for programs, stages in product(PROGRAMS_A_UNIT, STAGES):
-            yield replace(plan, programs=programs * device.units, stages=stages)
+        many = [a_unit for a_unit in MANY_A_UNIT if is_backward and a_unit * warps <= MOST_WARPS]
+        of_units = (*PROGRAMS_A_UNIT, *many)
+        for a_unit, stages in product(of_units, dict.fromkeys((chosen.stages, *STAGES) if is_backward else STAGES)):
+            # That so many fit the compiler has to be told where it would take more registers
+            told = a_unit if chosen.per_unit else 0
+            yield (persistent := replace(plan, programs=a_unit * device.units, stages=stages, per_unit=told))
             if is_backward and chosen.recomputes:
-                yield replace(plan, programs=programs * device.units, stages=stages, recomputes=False)
+                yield replace(persistent, recomputes=False)
 
 
 def _walks(cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:

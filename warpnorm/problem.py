@@ -330,9 +330,13 @@ class Problem:
         return next((count for count in NEIGHBOURS if self._has_neighbours(count)), 1)
 
     def _has_neighbours(self, count: int) -> bool:
-        sizes = [min(count * o.dtype.itemsize, VECTOR_BYTES) for o in self.varying]
-        are_whole = all(o.has_vectors_of(size) for o, size in zip(self.varying, sizes, strict=True))
+        are_whole = all(o.has_vectors_of(min(count * o.dtype.itemsize, VECTOR_BYTES)) for o in self.beside)
         return are_whole and self.cols_divisor >= count
+
+    @property
+    def beside(self) -> tuple[Operand, ...]:
+        """Whose elements are moved beside each other, if those of all are."""
+        return self.varying
 
     @property
     def has_vectors(self) -> bool:
@@ -376,6 +380,11 @@ class BackwardProblem(Problem):
     row_order: tuple[int, ...]
     by_row: tuple[int, ...] = ()  # which of `gradients` are one number for each row of a norm by channel
     has_row_factors: bool = False  # of a norm by channel: operands that are the same along a line are so along a row
+
+    @property
+    def beside(self) -> tuple[Operand, ...]:
+        """A sum's gradient is one number, expanded: its elements are loaded alone, and others would be laid out anew."""
+        return self.varying + self.grad_outputs
 
     @cached_property
     def results(self) -> tuple[Operand, ...]:

@@ -221,17 +221,21 @@ def test_plans_do_not_depend_on_the_rows() -> None:
         assert len(problems) == 1
 
 
+SHARED = [64, 96, 320, 1000, 1024, 4000, 4096, 5120, 8192, 12_288, 24_576, 65_536, 131_072]
+SHARED += [33, 66, 100, 127, 130, 260, 300, 511, 1002, 4095, 12_300, 50_258]  # not whole vectors
+
+
 def adaptive(x: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("cols", [64, 96, 320, 1000, 1024, 4000, 4096, 5120, 8192, 12_288, 24_576, 65_536, 131_072])
+@pytest.mark.parametrize("cols", SHARED)
 def test_plans_do_not_depend_on_the_samples(cols: int, dtype: torch.dtype) -> None:
     """Scale and shift of each sample are loaded once where there is one, and for each row where each has one."""
     fused = warpnorm.fuse(adaptive)
     for target in (*NVIDIA, "gfx942"):
-        found = set()
+        found, gradients = set(), set()
         for samples, positions in ((1, 1), (1, 5), (3, 1), (3, 5)):
             x = torch.empty(samples, positions, cols, dtype=torch.bfloat16)
             scale, shift = (torch.empty(samples, 1, cols, dtype=dtype) for _ in range(2))
@@ -239,7 +243,9 @@ def test_plans_do_not_depend_on_the_samples(cols: int, dtype: torch.dtype) -> No
             call, operands = arrange(fused.prepare(request), request.tensors)
             problem, _ = pipeline.forward_problem(call, (*map(View.of, operands), View.of(x)))
             found.add((choose.forward(problem, KNOWN[target]), problem.has_long_mantissas, problem.has_vectors))
-        assert len(found) == 1
+            problem, _ = pipeline.backward_problem(call, (*map(View.of, operands), View.of(x)), (0,), (0,))
+            gradients.add(choose.backward(problem, KNOWN[target]))
+        assert len(found) == len(gradients) == 1
 
 
 @pytest.mark.parametrize("units", [1, 8, 14, 40])

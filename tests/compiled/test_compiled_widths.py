@@ -126,7 +126,7 @@ def test_a_thread_has_the_same_part_of_a_row_among_few_and_many(
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("cols", [64, 72, 96, 160, 200, 256, 320, 512, 33, 50, 100, 127, 255, 300, 511])
+@pytest.mark.parametrize("cols", [64, 72, 96, 160, 200, 256, 320, 512, 33, 42, 44, 48, 50, 100, 127, 255, 300, 511])
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_a_thread_has_the_same_part_of_a_row_among_few_and_many_backward(
     norm: Norm, cols: int, dtype: torch.dtype, target: str

@@ -219,7 +219,7 @@ def _row_backward(
         # LayerNorm at 1023, 2047 and 4095: 55, 51 and 46 where the compiler is not told how many programs there are to be,
         # and takes so many registers that there are fewer. With more tensors, or in float64, up to 1 KB would spill
         is_light = sum(map(is_varying, loads)) <= 2 and not needs.kept(problem) and needs.words(problem) == 1
-        told = per_unit if is_light and len(problem.accumulated) <= 2 else 0
+        told = per_unit if is_light and len(problem.accumulated) <= 2 and not problem.has_groups else 0
         return Plan(ROW, 1, block_cols, warps, device.units * per_unit, chunks=chunks, per_unit=told, why=why)
     if chunks > 1:
         return _row_backward_by_blocks(problem, device, loads, block_cols, chunks)
@@ -279,7 +279,7 @@ def _row_backward(
     in_flight = needs.IN_FLIGHT_BYTES * max(tensors, 2) // 2 if per_unit == 1 else needs.IN_FLIGHT_BYTES
     stages = needs.stages(device, per_unit, stage_bytes, in_flight)
     why = f"persistent: sums over rows stay in registers; {stages - 1} blocks of rows in flight, {per_unit} programs a unit"
-    least = narrow.least_backward(problem, device)
+    least = narrow.least_backward(problem, device, cols)
     # Of fp32 the compiler has 48 registers to a thread at 64 on a B200, and stores one, unless it is told how many there are
     is_tight = cols <= 64 and itemsize == 4 and device.backend == "cuda"
     told = per_unit if is_tight else 0
@@ -327,8 +327,8 @@ def _row_backward_by_blocks(
 
 
 def _largest_row(problem: ForwardProblem) -> int:
-    """Columns of a row that one program holds in registers. Half as many fit where rows do not begin at multiples of 16
-    bytes, so that every element has an address of its own, and where the mean is corrected."""
+    """Columns of a row that one program holds in registers. Half as many fit where elements are moved alone, so that every
+    one has an address of its own, or beside too few others, and where the mean is corrected."""
     is_tight = not needs.moves_vectors(problem) or (problem.norm.is_centered and problem.has_long_mantissas)
     return (8192 if is_tight else 16384) // needs.words(problem)
 

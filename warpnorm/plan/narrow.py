@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from warpnorm.plan import needs
 from warpnorm.plan.device import Device
 from warpnorm.plan.plan import ROW, Plan
-from warpnorm.problem import NUMBER, TILES, VECTOR_BYTES, BackwardProblem, ForwardProblem, Operand, Problem
+from warpnorm.problem import NUMBER, VECTOR_BYTES, BackwardProblem, ForwardProblem, Operand, Problem, is_varying
 
 
 def forward(problem: ForwardProblem, device: Device) -> Plan:
@@ -17,7 +17,8 @@ def forward(problem: ForwardProblem, device: Device) -> Plan:
     cols, itemsize = problem.cols_class, needs.itemsize(problem)
     warps = 2 if needs.moves_vectors(problem) and 256 <= cols * itemsize <= 512 else 1
     block_rows = max(1, warps * min(2048 // itemsize, 1024) // cols)
-    if problem.neighbours == 1 and itemsize <= 2 and cols <= 256 and needs.words(problem) == 1:
+    is_alone = problem.neighbours == 1 and not problem.norm.is_by_channel
+    if is_alone and itemsize <= 2 and cols <= 256 and needs.words(problem) == 1:
         # Of elements alone, each with an address: LayerNorm and RMSNorm at 127 59 and 75, of 2 KB 51 and 63; at 255 66 and
         # 77, 62 and 78
         block_rows = max(1, block_rows // 2)
@@ -32,9 +33,11 @@ def _least(tensors: Sequence[Operand], device: Device) -> int:
     return device.warp_size * max(8, VECTOR_BYTES // smallest)
 
 
-def least_backward(problem: BackwardProblem, device: Device) -> int:
-    """The same of a warp that has few rows, backward. Warps of 32 threads lay out a lone row as they do several."""
-    return 1 if device.warp_size == 32 else _least(problem.operands + problem.grad_outputs + problem.results, device)
+def least_backward(problem: BackwardProblem, device: Device, block_cols: int) -> int:
+    """The same of a warp that has few rows, backward. Warps of 32 threads lay out a lone row as they do several, if there is
+    a column for each."""
+    is_full = device.warp_size == 32 and block_cols >= device.warp_size
+    return 1 if is_full else _least(problem.operands + problem.grad_outputs + problem.results, device)
 
 
 def _rows_at_once(device: Device, warps: int, row_bytes: int) -> int:
@@ -72,9 +75,8 @@ def forward_by_blocks(problem: ForwardProblem, device: Device, block_cols: int, 
     warps = 1 if is_lone or is_alone else 2
     block_rows = _rows_at_once(device, warps, block_cols * itemsize)
     if is_alone and is_lone:
-        block_rows = max(
-            1, block_rows // 2
-        )  # LayerNorm at 33 and 65: 38 and 51, 35 and 46; RMSNorm with one warp 43 and 53
+        # LayerNorm at 33 and 65: 38 and 51, 35 and 46; RMSNorm with one warp 43 and 53
+        block_rows = max(1, block_rows // 2)
     why = f"narrow rows, each in {chunks} blocks: a warp loads one of several rows at once"
     least = _least(problem.operands + problem.outputs, device)
     return Plan(ROW, block_rows, block_cols, warps, chunks=chunks, least=least, why=why)
@@ -87,8 +89,11 @@ def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
     160 alone, 79, 93 and 91, with one 51, 70 and 84. At 320 more programs of half the rows: LayerNorm and RMSNorm 93 and 91,
     with four rows and eight programs a unit 90 and 88."""
     cols, itemsize, blocks = problem.cols_class, needs.itemsize(problem), blocks_of(problem)
-    tensors = sum(operand.axes in TILES for operand in problem.operands + problem.grad_outputs)
+    tensors = sum(map(is_varying, problem.operands + problem.grad_outputs))
     if blocks is None or problem.eighths > 6 or needs.kept(problem) or tensors > 2:  # for the want of registers
+        return None
+    if cols == 256 and not problem.has_vectors:
+        # Not measured. Of LayerNorm at 130 four programs of eight would fit, and up to 48 bytes of a thread spill
         return None
     is_half, has_sums = itemsize <= 2, len(problem.accumulated) > 1
     if (cols == 128 and problem.eighths == 5 and not has_sums) or (
@@ -107,7 +112,7 @@ def backward_by_blocks(problem: BackwardProblem, device: Device) -> Plan | None:
         block_rows, per_unit = block_rows // 2, 12
     chunks = -(-problem.width // block_cols)
     why = f"persistent: sums over rows stay in registers; narrow rows, each in {chunks} blocks"
-    least = least_backward(problem, device)
+    least = least_backward(problem, device, block_cols)
     programs = device.units * per_unit
     return Plan(ROW, block_rows, block_cols, warps, programs, chunks=chunks, stages=stages, least=least, why=why)
 
@@ -121,11 +126,11 @@ def backward_beside_few(problem: BackwardProblem, device: Device) -> Plan | None
     10 and 11, 19 and 21, 49 and 57, 56 and 33; beside others at 50, 100 and 300 42 and 65, 65 and 86, 72 and 92; 39 and 61,
     53 and 83, 72 and 78."""
     cols, sums = problem.cols_class, len(problem.accumulated)
-    tensors = sum(operand.axes in TILES for operand in problem.operands + problem.grad_outputs)
+    tensors = sum(map(is_varying, problem.operands + problem.grad_outputs))
     is_heavy = tensors > 2 or bool(needs.kept(problem))
     if problem.has_vectors or problem.norm.is_by_channel or tensors > 3 or sums > 2 or needs.words(problem) > 1:
         return None
-    if needs.itemsize(problem) != 2 or (is_heavy and cols == 512 and sums > 1):
+    if needs.itemsize(problem) != 2 or needs.draws(problem) or (is_heavy and cols == 512 and sums > 1):
         return None
     is_alone, is_full = problem.neighbours == 1, sums > 1 or bool(needs.kept(problem))
     warps, per_unit = (2, 8) if is_alone and cols == 512 and not is_heavy else (1, 12 if is_heavy else 16)
@@ -140,5 +145,5 @@ def backward_beside_few(problem: BackwardProblem, device: Device) -> Plan | None
     why = f"persistent: sums over rows stay in registers; few rows at a time, {per_unit} programs a unit"
     return Plan(
         ROW, block_rows, cols, warps, device.units * per_unit, stages=1 if is_alone else 3,
-        least=least_backward(problem, device), per_unit=per_unit, why=why,
+        least=least_backward(problem, device, cols), per_unit=per_unit, why=why,
     )  # fmt: skip

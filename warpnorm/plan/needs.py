@@ -1,7 +1,7 @@
 """What a problem needs of a device: the registers of a value, the bytes that are loaded, the loads in flight."""
 
 from warpnorm.plan.device import Device
-from warpnorm.problem import TILES, BackwardProblem, ForwardProblem, Operand, Problem, is_varying, operand_name
+from warpnorm.problem import BackwardProblem, ForwardProblem, Operand, Problem, is_varying, operand_name
 
 # Bytes of loads in flight on one multiprocessor that hide the latency of memory while a program reduces. LayerNorm
 # backward, 8192 columns: 60 % with 32 KB in flight, 94 with 64, 90 with 96.
@@ -23,7 +23,7 @@ def kept(problem: BackwardProblem) -> tuple[Operand, ...]:
     return tuple(
         o
         for i, o in enumerate(problem.operands)
-        if operand_name(i) in prologue or (operand_name(i) in epilogue and o.axes in TILES)
+        if operand_name(i) in prologue or (operand_name(i) in epilogue and is_varying(o))
     )
 
 

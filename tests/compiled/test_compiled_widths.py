@@ -38,7 +38,10 @@ def test_rows_that_begin_at_few_bytes(norm: Norm, cols: int, target: str) -> Non
 
 
 @pytest.mark.parametrize("target", NVIDIA)
-@pytest.mark.parametrize("cols", [33, 50, 100, 127, 255, 300, 511, 1002, 1023, 2047, 4095, 8191])
+@pytest.mark.parametrize(
+    "cols",
+    [33, 50, 100, 127, 255, 300, 511, 1002, 1023, 2047, 4095, 8191, 64, 128, 320, 768, 1024, 2048, 4096, 5120, 8192],
+)
 @pytest.mark.parametrize("norm", NORMS, ids=lambda norm: norm.name)
 def test_programs_that_walk_rows_fit(norm: Norm, cols: int, target: str) -> None:
     """As many as are launched for a multiprocessor run on it. The compiler takes what registers it likes if it is not told:

@@ -321,11 +321,13 @@ def test_some_cases_are_measured_anew_and_the_others_kept(
     path = tmp_path / "results.json"
     assert bench_with(path) == 0
     before = json.loads(path.read_text())
+    path.write_text(json.dumps({**before, "missing": {"quack": "not installed", "warpnorm": "nor this"}}))
     monkeypatch.setattr("warpnorm.bench.report._commit", lambda: "def")
     monkeypatch.setattr(run, "time_calls", lambda f, d, s: [Timing(7.0, "wall") for _ in f])
     assert bench_with(path, "--update", "--dtype", "fp32") == 0
     after = json.loads(path.read_text())
     assert [r["name"] for r in after["results"]] == [r["name"] for r in before["results"]]
+    assert after["missing"] == {"quack": "not installed"}, "of rows that are kept"
     for record in after["results"]:
         is_new = record["dtype"] == "fp32"
         assert (record["measurements"][0]["ms"], record["commit"]) == ((7.0, "def") if is_new else (1.0, "abc"))

@@ -124,8 +124,8 @@ def _verdict(ours: Measurement | None) -> str:
 
 
 def write_json(run: Run, path: Path, kept: Sequence[dict[str, Any]] = ()) -> None:
-    """With `kept`, records of other cases."""
-    write_whole(path, _record(run, kept))
+    """With `kept`, records of other cases that the file has, and what it says of rivals that this run did not measure."""
+    write_whole(path, _record(run, kept, _missing(path) if kept else {}))
 
 
 def write_whole(path: Path, record: dict[str, Any]) -> None:
@@ -152,16 +152,25 @@ def check_place(path: Path, option: str = "--json") -> None:
         raise ValueError(f"{option}: cannot write to {path.parent}: {error.strerror}; name a file elsewhere") from None
 
 
-def _record(run: Run, kept: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _missing(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text())["missing"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _record(run: Run, kept: Sequence[dict[str, Any]], missing: dict[str, str]) -> dict[str, Any]:
     about = head(run.device_name)
     now = {"commit": about["commit"], "date": about["date"]}
     new = {result.case.name: result.record() | (result.origin or now) for result in run.results}
     old = {record["name"]: record for record in kept}
+    measured = {measurement.rival for result in run.results for measurement in result.measurements}
+    missing = {name: why for name, why in missing.items() if name not in measured}
     order = {name: new.get(name, old.get(name)) for name in (*old, *new)}
     return {
         **about,
         "copy_bandwidth": run.copy_bandwidth,
-        "missing": run.missing,
+        "missing": missing | run.missing,
         "is_interrupted": run.is_interrupted,
         "results": list(order.values()),
     }

@@ -31,7 +31,7 @@ HOLD           those values again, from which the prologue is computed a second 
 KEEP           what was computed of them, xhat and c, and takes long to compute again: it is joined to what was loaded when
                the functions below are called a second time
 PACK, UNPACK   values of a tile                                   -> as they go on to the next round of a loop, and back
-PACK_ROW, UNPACK_ROW  the same where elements are moved alone, each of which would have a register of its own
+PACK_ROW, UNPACK_ROW  the same where elements are moved alone, or few at a time: each would have a register of its own
 PREFETCH       has memory bring some columns of a row to L2
 ASK            messages that a row waits for later                -> tuple of words, as they are now
 NOTHING        the shape of a tile                                -> the same of no row

@@ -214,7 +214,8 @@ def _row_backward(
         # LayerNorm and RMSNorm at 1023: 79 and 81, at 2047 79 and 82, at 4095 75 and 77 (in one block 35 and 39), fp32 98
         # and 99, at 8191: 51 and 54. There is no pipeline: elements are too small for it
         per_unit = max(1, 8192 // (cols * needs.words(problem)))
-        why = f"elements are moved alone: many threads, a row in {chunks} blocks, {per_unit} programs a unit"
+        moved = "alone" if problem.neighbours == 1 else f"{problem.neighbours} at a time"
+        why = f"elements are moved {moved}: many threads, a row in {chunks} blocks, {per_unit} programs a unit"
         warps = min(max(cols * needs.words(problem) // 512, 1), 16)
         # LayerNorm at 1023, 2047 and 4095: 55, 51 and 46 where the compiler is not told how many programs there are to be,
         # and takes so many registers that there are fewer. With more tensors, or in float64, up to 1 KB would spill

@@ -20,7 +20,7 @@ class Plan:
     `ahead`: how many first tasks are begun, of pattern `column`, between those of a row and its merging, and again between
     that and the last tasks; of pattern `held`, how many rows, one or none, are begun before another is finished, whose
     messages arrive meanwhile; of pattern `team`, how many rows after the one that is loaded, one or none, are brought
-    to L2 meanwhile, where elements are moved alone, for which there is no pipeline.
+    to L2 meanwhile, where elements are moved alone or beside few others, for which there is no pipeline.
     `held`: as many tiles at the most stay in L2 from their first task to their last. Where that
     is too few, each kind of them has a launch of its own. `tasks`: which of them the kernel of pattern `column` has. Without
     the last ones, which then are another kernel's, no program ever has to wait. That kernel may be one whose programs all

@@ -82,7 +82,7 @@ def _walks(cols: int, device: Device, is_backward: bool) -> Iterator[Plan]:
 
 
 def _teams(chosen: Plan, device: Device, has_vectors: bool) -> Iterator[Plan]:
-    """Elements that are moved alone have no pipeline, and smaller programs."""
+    """Elements that are moved alone, or few at a time, have no pipeline, and smaller programs."""
     of_warps, of_units, of_stages = (
         ((2, 4, 8), (1, 2, 3, 4), (2, 3)) if has_vectors else ((1, 2, 4), (4, 8, 12, 16), (1,))
     )

@@ -55,11 +55,11 @@ def forward(problem: ForwardProblem, device: Device) -> Plan | None:
 
 
 def _part_of_elements(problem: ForwardProblem, device: Device) -> Part:
-    """Where elements are moved alone. A row stays in registers until its sums are there, two halves to one of them. At
-    50257: RMSNorm 79, LayerNorm 70; loaded again 76 and 71; without prefetching 78 and 63; both in parts of 2048 columns 71
-    and 57. fp32: 91 and 86, RMSNorm 86 with prefetching; in parts of 4096 columns 74 and 71. Moved by 16 bytes as they lie,
-    by teams whose rows all begin at the same place of a vector: 60 and 45 if the next vector is loaded too, 70 and 49 if it
-    comes from the next thread; 83 and 57 if what is written is what lies there, and all is loaded twice."""
+    """Where elements are moved alone, or few at a time. A row stays in registers until its sums are there, two halves to one
+    of them. At 50257: RMSNorm 79, LayerNorm 70; loaded again 76 and 71; without prefetching 78 and 63; both in parts of 2048
+    columns 71 and 57. fp32: 91 and 86, RMSNorm 86 with prefetching; in parts of 4096 columns 74 and 71. Moved by 16 bytes as
+    they lie, by teams whose rows all begin at the same place of a vector: 60 and 45 if the next vector is loaded too, 70 and
+    49 if it comes from the next thread; 83 and 57 if what is written is what lies there, and all is loaded twice."""
     is_half, is_centered = needs.itemsize(problem) <= 2, problem.norm.is_centered
     columns = sum(o.axes == COLUMN and not is_varying(o) for o in problem.operands)
     # With more beside the row in registers up to 344 bytes of a thread would spill
@@ -163,7 +163,7 @@ def _plan(
     if not device.has_teams or needs.words(problem) > 1 or not 2 <= splits <= LARGEST_TEAM:
         return None
     teams = device.units * part.per_unit // splits
-    stages = 1  # elements that are moved alone are too small for a pipeline
+    stages = 1  # elements that are moved alone, or few at a time, are too small for a pipeline
     if problem.has_vectors:
         times = 1 if part.keeps else 2
         stages = needs.stages(device, part.per_unit, times * needs.loaded_bytes(loads, part.cols), IN_FLIGHT_BYTES)
